@@ -1,0 +1,161 @@
+"""How the bytes of one block are arranged.
+
+The canonical layout, outermost first (drawn for 2 layers, 2 heads):
+
+    | layer 0                                         | layer 1                                         |
+    | head 0                 | head 1                 | head 0                 | head 1                 |
+    | K: tokens x head_dim | V: tokens x head_dim_v   | ...
+
+so any layer range times any head range is a few contiguous byte ranges: layers stream one by one, writers and readers
+with different tensor-parallel sizes share blocks, and heads can move. An adapter that cannot take its engine's block apart
+uses an opaque layout instead: layers still stream, heads do not.
+"""
+
+from dataclasses import dataclass
+
+from kvstore.core.errors import UsageError
+
+__all__ = ["MAX_LAYERS", "CanonicalLayout", "Layout", "OpaqueLayout", "length_prefixed", "require_int", "require_text"]
+
+MAX_LAYERS = 65_535  # `layers_ready` is a uint16 in the index and on the wire
+MAX_HEADS = 65_535
+MAX_HEAD_DIM = 65_535
+MAX_LAYER_BYTES = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalLayout:
+    """Bytes in the order [layer][kv_head][k|v][token][head_dim], nothing between them.
+
+    `layers` counts what one block holds: the layers of this pipeline part, not of the whole model. `head_dim_v` is the
+    size of a value head where it differs from the key's; 0 where there are no values (a latent cache keeps K only).
+    Left out, it becomes `head_dim`, so both spellings are equal. Raises UsageError naming the field.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int | None = None
+
+    def __post_init__(self) -> None:
+        require_int("layers", self.layers, 1, MAX_LAYERS)
+        require_int("kv_heads", self.kv_heads, 1, MAX_HEADS)
+        require_int("head_dim", self.head_dim, 1, MAX_HEAD_DIM)
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        else:
+            require_int("head_dim_v", self.head_dim_v, 0, MAX_HEAD_DIM)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of one value head: `head_dim_v`, or `head_dim` where that was left out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    def head_bytes(self, block_tokens: int, itemsize: int) -> int:
+        """Bytes of one head of one layer: its K, then its V."""
+        return block_tokens * (self.head_dim + self.value_dim) * itemsize
+
+    def layer_bytes(self, block_tokens: int, itemsize: int) -> int:
+        """Bytes of one layer of one block."""
+        return self.kv_heads * self.head_bytes(block_tokens, itemsize)
+
+    def head_range(
+        self, layer_lo: int, layer_hi: int, head_lo: int, head_hi: int, block_tokens: int, itemsize: int
+    ) -> list[tuple[int, int]]:
+        """(offset, length) in bytes of the runs that hold heads [head_lo, head_hi) of layers [layer_lo, layer_hi).
+
+        Runs ascend, never touch and are never empty: neighbours are merged, so all heads of any layer range are one run.
+        An empty range has no runs. Raises UsageError when a range is reversed or leaves the block.
+        """
+        _require_range("layer", layer_lo, layer_hi, self.layers)
+        _require_range("head", head_lo, head_hi, self.kv_heads)
+        if layer_lo == layer_hi or head_lo == head_hi:
+            return []
+        head_bytes = self.head_bytes(block_tokens, itemsize)
+        layer_bytes = self.layer_bytes(block_tokens, itemsize)
+        if head_hi - head_lo == self.kv_heads:
+            return [(layer_lo * layer_bytes, (layer_hi - layer_lo) * layer_bytes)]
+        length = (head_hi - head_lo) * head_bytes
+        return [(layer * layer_bytes + head_lo * head_bytes, length) for layer in range(layer_lo, layer_hi)]
+
+    def encode(self) -> bytes:
+        """The layout's part of the namespace encoding; see docs/keys.md."""
+        return length_prefixed("canonical", self.layers, self.kv_heads, self.head_dim, self.value_dim)
+
+    def describe(self) -> dict[str, str | int]:
+        """A JSON-able description, the inverse of `Namespace.from_description`'s `layout`."""
+        return {
+            "kind": "canonical",
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.value_dim,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueLayout:
+    """Bytes that only their writer understands, named by `tag`; layers follow one another with equal sizes.
+
+    The tag must name everything that decides the arrangement (engine, version of its format, tensor-parallel rank and
+    size), because equal tags mean interchangeable bytes. Raises UsageError naming the field.
+    """
+
+    tag: str
+    layers: int
+    layer_bytes_per_block: int
+
+    def __post_init__(self) -> None:
+        require_text("tag", self.tag, "the name of the engine's arrangement, with its version and tensor-parallel part")
+        require_int("layers", self.layers, 1, MAX_LAYERS)
+        require_int("layer_bytes_per_block", self.layer_bytes_per_block, 1, MAX_LAYER_BYTES)
+
+    def layer_bytes(self, block_tokens: int, itemsize: int) -> int:
+        """Bytes of one layer of one block, as declared: an opaque layer does not follow from tokens and dtype."""
+        return self.layer_bytes_per_block
+
+    def encode(self) -> bytes:
+        """The layout's part of the namespace encoding; see docs/keys.md."""
+        return length_prefixed("opaque", self.tag, self.layers, self.layer_bytes_per_block)
+
+    def describe(self) -> dict[str, str | int]:
+        """A JSON-able description, the inverse of `Namespace.from_description`'s `layout`."""
+        return {
+            "kind": "opaque",
+            "tag": self.tag,
+            "layers": self.layers,
+            "layer_bytes_per_block": self.layer_bytes_per_block,
+        }
+
+
+Layout = CanonicalLayout | OpaqueLayout
+
+
+def length_prefixed(*fields: str | int | bytes) -> bytes:
+    """Each field as its length (u32, little-endian) and its bytes: text as UTF-8, numbers as decimal ASCII.
+
+    The length in front is what keeps neighbours apart: ("ab", "c") and ("a", "bc") encode differently.
+    """
+    raw = [field if isinstance(field, bytes) else str(field).encode() for field in fields]
+    return b"".join(len(field).to_bytes(4, "little") + field for field in raw)
+
+
+def require_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise UsageError unless `value` is an int (a bool is none) from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
+        raise UsageError(f"{name}={value!r}: allowed is an int from {low} to {high}")
+
+
+def require_text(name: str, value: object, meaning: str) -> None:
+    """Raise UsageError unless `value` is a str with something other than blanks in it, and encodable as UTF-8."""
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{name}={value!r}: allowed is a non-empty str, {meaning}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as cause:
+        raise UsageError(f"{name}={value!r}: allowed is text that UTF-8 can encode (no lone surrogates)") from cause
+
+
+def _require_range(name: str, low: int, high: int, count: int) -> None:
+    if not 0 <= low <= high <= count:
+        raise UsageError(f"{name} range [{low}, {high}): allowed is 0 <= low <= high <= {count}")

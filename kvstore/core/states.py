@@ -1,0 +1,37 @@
+"""The closed sets of answers: what a block is, and what a put did with it."""
+
+from enum import IntEnum
+
+__all__ = ["BlockState", "PutStatus"]
+
+
+class BlockState(IntEnum):
+    """Where a block stands. Values fit a uint8 and are part of the index layout and of the wire: never renumber."""
+
+    ABSENT = 0
+    """Not here: recompute it, or be the one who writes it."""
+
+    RESERVED = 1
+    """A writer holds it and its layers are arriving; the layers counted by `layers_ready` may already be read."""
+
+    COMMITTED = 2
+    """Complete and immutable."""
+
+
+class PutStatus(IntEnum):
+    """What one put did with one block. Values fit a uint8 and are part of the wire: never renumber."""
+
+    STORED = 0
+    """This put wrote the block, and it is committed."""
+
+    EXISTS = 1
+    """The block was committed already; nothing was written."""
+
+    PENDING = 2
+    """Another writer holds the reservation and will commit it, or let it expire; nothing was written."""
+
+    NO_ROOM = 3
+    """Explicit refusal: there was no free slot and nothing could be evicted; nothing was written."""
+
+    FAILED = 4
+    """The shard was unreachable or the deadline passed: the block may be absent."""
