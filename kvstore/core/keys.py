@@ -4,6 +4,10 @@ A key covers the namespace and every token before it, so a hit on block i implie
 out every byte; tests/vectors/keys.json holds the golden values. Python's own `hash` is never used: it differs from
 process to process.
 
+Measured (docs/adr/0002-block-identity.md): 4,096 tokens in 16-token blocks take 0.1 ms as an array and 0.2 ms as a list
+with xxh3-128, twice that with blake3; the linear pass over the tokens, not the hash, dominates.
+"""
+
 import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
