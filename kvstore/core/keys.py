@@ -19,10 +19,20 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ConfigError, UsageError
-from kvstore.core.layout import require_int
+from kvstore.core.fields import require_int
 from kvstore.core.namespace import Namespace
 
-__all__ = ["FINGERPRINT_BYTES", "KEY_BYTES", "KEY_DTYPE", "BlockKeys", "Extra", "KeyScheme", "TokenIds", "chain_keys"]
+__all__ = [
+    "DEFAULT_SCHEME",
+    "FINGERPRINT_BYTES",
+    "KEY_BYTES",
+    "KEY_DTYPE",
+    "BlockKeys",
+    "Extra",
+    "KeyScheme",
+    "TokenIds",
+    "chain_keys",
+]
 
 KEY_DTYPE = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("fp", "<u8")])
 """One record of 24 bytes: the raw key bytes 0..7 (hi) and 8..15 (lo), then the raw fingerprint bytes, each read as u64-LE."""
@@ -69,6 +79,9 @@ class KeyScheme:
             _blake3()  # refuse now, not at the first request
 
 
+DEFAULT_SCHEME = KeyScheme()
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class BlockKeys:
     """A frozen batch of block keys: one contiguous, read-only array of shape (n,) and dtype KEY_DTYPE.
@@ -80,12 +93,15 @@ class BlockKeys:
     array: NDArray[np.void]
 
     def __post_init__(self) -> None:
-        array = cast(object, self.array)
-        if not isinstance(array, np.ndarray) or array.dtype != KEY_DTYPE or array.ndim != 1:
-            shape = f"dtype {array.dtype}, shape {array.shape}" if isinstance(array, np.ndarray) else repr(array)
-            raise UsageError(f"array of block keys: allowed is a 1-D array of KEY_DTYPE, not {shape}")
-        # A writable array may still change in its owner's hands, so it is copied: 24 bytes a block.
-        frozen = np.array(array) if array.flags.writeable or not array.flags.c_contiguous else array
+        given = cast(object, self.array)
+        if not isinstance(given, np.ndarray):
+            raise UsageError(f"array of block keys: allowed is a 1-D array of KEY_DTYPE, not {given!r}")
+        array = cast(NDArray[Any], given)
+        if array.dtype != KEY_DTYPE or array.ndim != 1:
+            told = f"dtype {array.dtype}, shape {array.shape}"
+            raise UsageError(f"array of block keys: allowed is a 1-D array of KEY_DTYPE, not {told}")
+        # Always a copy (24 bytes a block): even a read-only array may be a view of memory that its owner still writes.
+        frozen = np.array(array, order="C")
         frozen.flags.writeable = False
         object.__setattr__(self, "array", frozen)
 
@@ -143,7 +159,7 @@ class BlockKeys:
 
 
 def chain_keys(
-    namespace: Namespace, token_ids: TokenIds, *, extra: Extra | None = None, scheme: KeyScheme = KeyScheme()
+    namespace: Namespace, token_ids: TokenIds, *, extra: Extra | None = None, scheme: KeyScheme = DEFAULT_SCHEME
 ) -> BlockKeys:
     """Keys of the full blocks of `token_ids`; a last partial block has none.
 
@@ -207,22 +223,20 @@ def _tokens(token_ids: TokenIds) -> NDArray[np.int32]:
         raise UsageError(f"token_ids of shape {tokens.shape}: {_ALLOWED_TOKENS}")
     if tokens.size == 0:
         return np.empty(0, "<i4")
-    if tokens.dtype.kind not in "iu":
-        raise _bad_token(tokens)
-    if tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID:
-        raise _bad_token(tokens)
+    if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() > MAX_TOKEN_ID:
+        raise _bad_token(token_ids if isinstance(token_ids, Sequence) else tokens.tolist())
     return tokens.astype("<i4", copy=False)
 
 
 _ALLOWED_TOKENS = f"allowed is a 1-D sequence or array of ints from 0 to {MAX_TOKEN_ID}"
 
 
-def _bad_token(tokens: NDArray[Any]) -> UsageError:
-    """Name the first id that is no int, or is out of range."""
-    for index, token in enumerate(tokens.tolist()):
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+def _bad_token(token_ids: Sequence[object]) -> UsageError:
+    """Name the first id that is no int, or is out of range. A bool is none: a mask is not a prompt."""
+    for index, token in enumerate(token_ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token <= MAX_TOKEN_ID:
             return UsageError(f"token_ids[{index}]={token!r}: {_ALLOWED_TOKENS}")
-    return UsageError(f"token_ids of dtype {tokens.dtype}: {_ALLOWED_TOKENS}")
+    return UsageError(f"token_ids of an unusual type: {_ALLOWED_TOKENS}")
 
 
 def _extras(extra: Extra | None, block_limit: int) -> dict[int, bytes]:
@@ -236,7 +250,9 @@ def _extras(extra: Extra | None, block_limit: int) -> dict[int, bytes]:
         raise UsageError(f"extra={extra!r}: allowed is bytes (a salt), a mapping of block index to bytes, or None")
     for index, digest in extra.items():
         if type(cast(object, index)) is not int or not 0 <= index < block_limit:
-            raise UsageError(f"extra[{index!r}]: allowed is an int block index from 0 to {block_limit - 1}")
+            raise UsageError(
+                f"extra[{index!r}]: these tokens have {block_limit} blocks; allowed is an index below that"
+            )
         _check_extra(f"extra[{index}]", digest)
     return dict(extra)
 

@@ -14,8 +14,9 @@ uses an opaque layout instead: layers still stream, heads do not.
 from dataclasses import dataclass
 
 from kvstore.core.errors import UsageError
+from kvstore.core.fields import length_prefixed, require_int, require_text
 
-__all__ = ["MAX_LAYERS", "CanonicalLayout", "Layout", "OpaqueLayout", "length_prefixed", "require_int", "require_text"]
+__all__ = ["MAX_LAYERS", "CanonicalLayout", "Layout", "OpaqueLayout"]
 
 MAX_LAYERS = 65_535  # `layers_ready` is a uint16 in the index and on the wire
 MAX_HEADS = 65_535
@@ -83,7 +84,7 @@ class CanonicalLayout:
         return length_prefixed("canonical", self.layers, self.kv_heads, self.head_dim, self.value_dim)
 
     def describe(self) -> dict[str, str | int]:
-        """A JSON-able description, the inverse of `Namespace.from_description`'s `layout`."""
+        """The fields as JSON-able values, and `kind`: what `Namespace.from_description` reads back."""
         return {
             "kind": "canonical",
             "layers": self.layers,
@@ -119,7 +120,7 @@ class OpaqueLayout:
         return length_prefixed("opaque", self.tag, self.layers, self.layer_bytes_per_block)
 
     def describe(self) -> dict[str, str | int]:
-        """A JSON-able description, the inverse of `Namespace.from_description`'s `layout`."""
+        """The fields as JSON-able values, and `kind`: what `Namespace.from_description` reads back."""
         return {
             "kind": "opaque",
             "tag": self.tag,
@@ -129,31 +130,6 @@ class OpaqueLayout:
 
 
 Layout = CanonicalLayout | OpaqueLayout
-
-
-def length_prefixed(*fields: str | int | bytes) -> bytes:
-    """Each field as its length (u32, little-endian) and its bytes: text as UTF-8, numbers as decimal ASCII.
-
-    The length in front is what keeps neighbours apart: ("ab", "c") and ("a", "bc") encode differently.
-    """
-    raw = [field if isinstance(field, bytes) else str(field).encode() for field in fields]
-    return b"".join(len(field).to_bytes(4, "little") + field for field in raw)
-
-
-def require_int(name: str, value: object, low: int, high: int) -> None:
-    """Raise UsageError unless `value` is an int (a bool is none) from `low` to `high`."""
-    if type(value) is not int or not low <= value <= high:
-        raise UsageError(f"{name}={value!r}: allowed is an int from {low} to {high}")
-
-
-def require_text(name: str, value: object, meaning: str) -> None:
-    """Raise UsageError unless `value` is a str with something other than blanks in it, and encodable as UTF-8."""
-    if not isinstance(value, str) or not value.strip():
-        raise UsageError(f"{name}={value!r}: allowed is a non-empty str, {meaning}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as cause:
-        raise UsageError(f"{name}={value!r}: allowed is text that UTF-8 can encode (no lone surrogates)") from cause
 
 
 def _require_range(name: str, low: int, high: int, count: int) -> None:

@@ -2,18 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from kvstore.core.errors import NamespaceMismatch, UsageError
-from kvstore.core.layout import (
-    CanonicalLayout,
-    Layout,
-    OpaqueLayout,
-    length_prefixed,
-    require_int,
-    require_text,
-)
+from kvstore.core.fields import length_prefixed, require_int, require_text
+from kvstore.core.layout import CanonicalLayout, Layout, OpaqueLayout
 
 __all__ = ["ITEM_BYTES", "Namespace"]
 
@@ -109,21 +103,23 @@ class Namespace:
         Raises UsageError naming a field that is missing, unknown or wrong, and NamespaceMismatch when the digest in it
         is not the one computed here: then the two sides would never agree on a key.
         """
-        fields = dict(description)
-        told = fields.pop("digest", None)
-        _require_names("namespace", fields, _DESCRIBED)
-        fields["layout"] = _layout(fields["layout"])
-        fields["pipeline"] = tuple(fields["pipeline"]) if isinstance(fields["pipeline"], list) else fields["pipeline"]
-        namespace = cls(**{**fields, **{name: _from_hex(name, fields[name]) for name in ("adapter", "tenant")}})
-        if told is not None and told != namespace.digest.hex():
+        told = _fields("namespace", description)
+        digest = told.pop("digest", None)
+        _require_names("namespace", told, _DESCRIBED)
+        told["layout"] = _layout(told["layout"])
+        told["pipeline"] = _tuple(told["pipeline"])
+        for name in ("adapter", "tenant"):
+            told[name] = _from_hex(name, told[name])
+        namespace = cls(**told)
+        if digest is not None and digest != namespace.digest.hex():
             raise NamespaceMismatch(
-                f"digest={told!r}: the described fields give {namespace.digest.hex()}; "
+                f"digest={digest!r}: the described fields give {namespace.digest.hex()}; "
                 "the peer encodes namespaces differently, or a field was changed on the way"
             )
         return namespace
 
 
-_DESCRIBED = ("model", "revision", "dtype", "block_tokens", "layout", "pipeline", "adapter", "tenant")
+_DESCRIBED = tuple(field.name for field in fields(Namespace) if field.init)
 _LAYOUTS: dict[str, tuple[type[CanonicalLayout] | type[OpaqueLayout], tuple[str, ...]]] = {
     "canonical": (CanonicalLayout, ("layers", "kv_heads", "head_dim", "head_dim_v")),
     "opaque": (OpaqueLayout, ("tag", "layers", "layer_bytes_per_block")),
@@ -144,13 +140,9 @@ def _check(namespace: Namespace) -> None:
 
 
 def _check_pipeline(pipeline: object) -> None:
-    match pipeline:
-        case (int(part), int(parts)) if (
-            isinstance(pipeline, tuple)
-            and type(part) is int
-            and type(parts) is int
-            and 0 <= part < parts <= MAX_PIPELINE_PARTS
-        ):
+    pair = cast(tuple[object, ...], pipeline) if isinstance(pipeline, tuple) else ()
+    match pair:
+        case (int(part), int(parts)) if type(part) is type(parts) is int and 0 <= part < parts <= MAX_PIPELINE_PARTS:
             return
         case _:
             raise UsageError(
@@ -164,20 +156,32 @@ def _check_bytes(name: str, value: object) -> None:
         raise UsageError(f"{name}={value!r}: allowed is bytes, a digest of the content; empty for none")
 
 
+def _fields(what: str, description: object) -> dict[str, Any]:
+    if not isinstance(description, Mapping):
+        raise UsageError(f"{what} description {description!r}: allowed is a mapping of field names to values")
+    return dict(cast(Mapping[str, Any], description))
+
+
+def _require_names(what: str, told: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    wrong = sorted(set(told) ^ set(names))
+    if wrong:
+        state = "unknown" if wrong[0] in told else "missing"
+        raise UsageError(f"{what} description: {wrong[0]!r} is {state}; the fields are {', '.join(names)}")
+
+
 def _layout(description: object) -> Layout:
-    fields = dict(cast(Mapping[str, Any], description)) if isinstance(description, Mapping) else {}
-    kind = fields.pop("kind", None)
-    if kind not in _LAYOUTS:
+    told = _fields("layout", description)
+    kind = told.pop("kind", None)
+    if not isinstance(kind, str) or kind not in _LAYOUTS:
         raise UsageError(f"layout kind={kind!r}: allowed is one of {', '.join(_LAYOUTS)}")
     layout, names = _LAYOUTS[kind]
-    _require_names(f"{kind} layout", fields, names)
-    return layout(**fields)
+    _require_names(f"{kind} layout", told, names)
+    return layout(**told)
 
 
-def _require_names(what: str, fields: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    wrong = sorted(set(fields) ^ set(names))
-    if wrong:
-        raise UsageError(f"{what} description: {wrong[0]!r} is missing or unknown; the fields are {', '.join(names)}")
+def _tuple(value: object) -> Any:
+    """JSON has no tuples: a list stands for one. Anything else is left for the field's own check."""
+    return tuple(cast(list[object], value)) if isinstance(value, list) else value
 
 
 def _from_hex(name: str, text: object) -> bytes:

@@ -7,22 +7,22 @@ from kvstore.core.errors import ConfigError
 
 __all__ = ["format_size", "parse_size"]
 
+# In the order that `format_size` prefers.
 UNITS = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
     "TiB": 2**40,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
+    "GiB": 2**30,
+    "MiB": 2**20,
+    "KiB": 2**10,
     "TB": 10**12,
+    "GB": 10**9,
+    "MB": 10**6,
+    "KB": 10**3,
+    "B": 1,
 }
 MAX_SIZE = 2**63 - 1  # sizes are signed 64-bit on the wire and in numpy offsets
 
-_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
-_FACTORS = {unit.lower(): factor for unit, factor in UNITS.items()}
-_ALLOWED = f"a whole number of bytes from 0 to {MAX_SIZE}, with no unit or one of {', '.join(UNITS)}"
+_PATTERN = re.compile(r"([0-9]{1,19}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
+_FACTORS = {unit.lower(): factor for unit, factor in UNITS.items()} | {"": 1}
 
 
 def parse_size(text: str | int) -> int:
@@ -30,38 +30,32 @@ def parse_size(text: str | int) -> int:
 
     Raises ConfigError naming the text and the allowed units.
     """
-    if isinstance(text, bool) or not isinstance(text, (str, int)):
-        raise _bad_size(text)
-    if isinstance(text, int):
-        return _checked(text, text)
-    match = _PATTERN.fullmatch(text.strip())
-    if match is None or len(match[1]) > 40:  # 40 digits: far above MAX_SIZE, and far below int()'s own limit
-        raise _bad_size(text)
-    factor = _FACTORS.get(match[2].lower() or "b")
-    if factor is None:
-        raise _bad_size(text)
-    size = Fraction(match[1]) * factor
-    if size.denominator != 1:
-        raise _bad_size(text)
-    return _checked(int(size), text)
+    size = text if isinstance(text, int) else _parsed(text)
+    if size is None or isinstance(text, bool) or not 0 <= size <= MAX_SIZE:
+        raise ConfigError(
+            f"size {text!r} is not understood: allowed is a whole number of bytes from 0 to {MAX_SIZE}, "
+            f"as a number with no unit or one of {', '.join(UNITS)}"
+        )
+    return size
 
 
 def format_size(size: int) -> str:
     """The shortest exact spelling of `size` bytes: `parse_size(format_size(size)) == size`.
 
-    Binary units win over decimal ones where both are exact, so 4096 reads `4KiB` and 80000000000 reads `80GB`.
+    Of equally short ones the binary, larger unit wins: 4096 reads 4KiB and 80000000000 reads 80GB. Raises ConfigError
+    when no size is that large, or negative.
     """
-    _checked(size, size)
-    exact = [(size // factor, -factor, unit) for unit, factor in UNITS.items() if size % factor == 0]
-    digits, _, unit = min(exact, key=lambda spelling: (len(str(spelling[0])), "i" not in spelling[2], spelling[1]))
-    return f"{digits}{unit}" if size else "0B"
+    if parse_size(size) == 0:
+        return "0B"
+    exact = [(str(size // factor), unit) for unit, factor in UNITS.items() if size % factor == 0]
+    return "".join(min(exact, key=lambda spelling: len(spelling[0])))
 
 
-def _checked(size: int, text: object) -> int:
-    if not 0 <= size <= MAX_SIZE:
-        raise _bad_size(text)
-    return size
-
-
-def _bad_size(text: object) -> ConfigError:
-    return ConfigError(f"size {text!r} is not understood: allowed is {_ALLOWED}")
+def _parsed(text: object) -> int | None:
+    """Bytes of a number and its unit; None unless it is both understood and whole."""
+    match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        return None
+    size = Fraction(match[1]) * factor
+    return int(size) if size.denominator == 1 else None
