@@ -16,6 +16,8 @@
 A miss is an answer, never an error. Lower-layer errors are translated once, at the boundary, with `raise ... from`.
 """
 
+# ruff: noqa: N818 - a name like LeaseExpired says what happened; the suffix "Error" would add nothing.
+
 __all__ = [
     "BlockTooLarge",
     "ConfigError",

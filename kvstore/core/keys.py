@@ -10,9 +10,10 @@ with xxh3-128, twice that with blake3; the linear pass over the tokens, not the 
 
 import hashlib
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 KEY_DTYPE = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("fp", "<u8")])
-"""One record of 24 bytes: the raw key bytes 0..7 (hi) and 8..15 (lo), then the raw fingerprint bytes, each read as u64-LE."""
+"""A record of 24 bytes: raw key bytes 0..7 (hi) and 8..15 (lo), then the raw fingerprint, each read as u64-LE."""
 
 KEY_BYTES = 16
 FINGERPRINT_BYTES = 8
@@ -48,6 +49,8 @@ _FINGERPRINT_SEED = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: any constant tha
 _FINGERPRINT_MAGIC = b"kvstore-fingerprint-v1"
 _BLAKE3_KEY_MAGIC = b"kvstore-blake3-key-v1"
 _ALGORITHMS = ("xxh3-128", "blake3")
+_HEX_KEY = re.compile(r"([0-9a-fA-F]{32}):([0-9a-fA-F]{16})")
+_ALLOWED_TOKENS = f"allowed is a 1-D sequence or array of ints from 0 to {MAX_TOKEN_ID}"
 
 
 class ArrayLike(Protocol):
@@ -64,8 +67,8 @@ Extra = bytes | Mapping[int, bytes]
 class KeyScheme:
     """Which hash makes the keys, and the deployment's seed. All parties of one store use the same scheme.
 
-    xxh3-128 is fast and not cryptographic: whoever knows the seed can construct collisions. Where tenants do not trust
-    one another, use blake3 (package `blake3`). Raises UsageError naming the field, ConfigError when the package is missing.
+    xxh3-128 is fast and not cryptographic: whoever knows the seed can write collisions down. Where tenants do not trust
+    one another, use blake3 (package `blake3`). Raises UsageError naming the field, ConfigError without the package.
     """
 
     algorithm: Literal["xxh3-128", "blake3"] = "xxh3-128"
@@ -86,20 +89,19 @@ DEFAULT_SCHEME = KeyScheme()
 class BlockKeys:
     """A frozen batch of block keys: one contiguous, read-only array of shape (n,) and dtype KEY_DTYPE.
 
-    Equal means equal in all 24 bytes: a forged key with another fingerprint is another key. A batch is the unit of every
-    call, so single keys are not offered: no iteration, and slicing gives a batch. Raises UsageError on another array.
+    Equal means equal in all 24 bytes: a forged key with another fingerprint is another key. Every call takes a batch,
+    so single keys are not offered: no iteration, and slicing gives a batch. Raises UsageError on another kind of array.
     """
 
     array: NDArray[np.void]
 
     def __post_init__(self) -> None:
-        given = cast(object, self.array)
-        if not isinstance(given, np.ndarray):
-            raise UsageError(f"array of block keys: allowed is a 1-D array of KEY_DTYPE, not {given!r}")
-        array = cast(NDArray[Any], given)
+        array = self.array
+        if not isinstance(array, np.ndarray):
+            raise UsageError(f"block keys of type {type(array).__name__}: allowed is a 1-D array of KEY_DTYPE")
         if array.dtype != KEY_DTYPE or array.ndim != 1:
             told = f"dtype {array.dtype}, shape {array.shape}"
-            raise UsageError(f"array of block keys: allowed is a 1-D array of KEY_DTYPE, not {told}")
+            raise UsageError(f"block keys of {told}: allowed is a 1-D array of KEY_DTYPE")
         # Always a copy (24 bytes a block): even a read-only array may be a view of memory that its owner still writes.
         frozen = np.array(array, order="C")
         frozen.flags.writeable = False
@@ -137,7 +139,7 @@ class BlockKeys:
         return len(self.array)
 
     def __getitem__(self, span: slice) -> "BlockKeys":
-        if not isinstance(cast(object, span), slice):
+        if not isinstance(span, slice):
             raise TypeError(f"block keys come in batches: slice them, as keys[:n], instead of indexing with {span!r}")
         return BlockKeys(self.array[span])
 
@@ -163,9 +165,9 @@ def chain_keys(
 ) -> BlockKeys:
     """Keys of the full blocks of `token_ids`; a last partial block has none.
 
-    `token_ids`: a sequence of int, a 1-D integer array or a CPU tensor, each id from 0 to 2**31 - 1. `extra`: what tokens
-    do not say. Bytes are a salt, mixed into block 0 and so into every key. A mapping gives digests by block index, for
-    images and the like: each changes the keys from its block on, and one that belongs to the partial block changes none.
+    `token_ids`: a sequence of int, a 1-D integer array or a CPU tensor, each id from 0 to 2**31 - 1. `extra`: what the
+    tokens do not say. Bytes are a salt, mixed into block 0 and so into every key. A mapping gives digests by block
+    index, of images and the like: each changes the keys from its block on; one of the last, partial block changes none.
     Raises UsageError naming the culprit.
     """
     tokens = _tokens(token_ids)
@@ -228,15 +230,12 @@ def _tokens(token_ids: TokenIds) -> NDArray[np.int32]:
     return tokens.astype("<i4", copy=False)
 
 
-_ALLOWED_TOKENS = f"allowed is a 1-D sequence or array of ints from 0 to {MAX_TOKEN_ID}"
-
-
 def _bad_token(token_ids: Sequence[object]) -> UsageError:
     """Name the first id that is no int, or is out of range. A bool is none: a mask is not a prompt."""
     for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token <= MAX_TOKEN_ID:
             return UsageError(f"token_ids[{index}]={token!r}: {_ALLOWED_TOKENS}")
-    return UsageError(f"token_ids of an unusual type: {_ALLOWED_TOKENS}")
+    return UsageError(f"token_ids of type {type(token_ids).__name__}: {_ALLOWED_TOKENS}")
 
 
 def _extras(extra: Extra | None, block_limit: int) -> dict[int, bytes]:
@@ -246,10 +245,10 @@ def _extras(extra: Extra | None, block_limit: int) -> dict[int, bytes]:
     if isinstance(extra, bytes):
         _check_extra("extra", extra)
         return {0: extra}
-    if not isinstance(cast(object, extra), Mapping):
+    if not isinstance(extra, Mapping):
         raise UsageError(f"extra={extra!r}: allowed is bytes (a salt), a mapping of block index to bytes, or None")
     for index, digest in extra.items():
-        if type(cast(object, index)) is not int or not 0 <= index < block_limit:
+        if type(index) is not int or not 0 <= index < block_limit:
             raise UsageError(
                 f"extra[{index!r}]: these tokens have {block_limit} blocks; allowed is an index below that"
             )
@@ -257,26 +256,17 @@ def _extras(extra: Extra | None, block_limit: int) -> dict[int, bytes]:
     return dict(extra)
 
 
-def _check_extra(name: str, digest: object) -> None:
+def _check_extra(name: str, digest: bytes) -> None:
     """Empty is refused: it would look like no extra at all, which is what a lost image digest looks like, too."""
     if not isinstance(digest, bytes) or not 0 < len(digest) <= MAX_EXTRA_BYTES:
         raise UsageError(f"{name}={digest!r}: allowed is non-empty bytes; leave it out for none")
 
 
 def _record_from_hex(text: str) -> bytes:
-    key, colon, fingerprint = text.partition(":") if isinstance(cast(object, text), str) else ("", "", "")
-    try:
-        if (len(key), colon, len(fingerprint)) == (32, ":", 16):
-            raw = bytes.fromhex(key + fingerprint)
-            if len(raw) == _RECORD_BYTES:  # fromhex skips blanks
-                return raw
-    except ValueError as cause:
-        raise _bad_hex(text) from cause
-    raise _bad_hex(text)
-
-
-def _bad_hex(text: object) -> UsageError:
-    return UsageError(f"block key {text!r}: allowed is 'key:fingerprint' with 32 and 16 hexadecimal digits")
+    match = _HEX_KEY.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise UsageError(f"block key {text!r}: allowed is 'key:fingerprint' with 32 and 16 hexadecimal digits")
+    return bytes.fromhex(match[1] + match[2])
 
 
 def _blake3() -> Any:

@@ -7,8 +7,8 @@ The canonical layout, outermost first (drawn for 2 layers, 2 heads):
     | K: tokens x head_dim | V: tokens x head_dim_v   | ...
 
 so any layer range times any head range is a few contiguous byte ranges: layers stream one by one, writers and readers
-with different tensor-parallel sizes share blocks, and heads can move. An adapter that cannot take its engine's block apart
-uses an opaque layout instead: layers still stream, heads do not.
+with different tensor-parallel sizes share blocks, and heads can move. An adapter that cannot take its engine's block
+apart uses an opaque layout instead: layers still stream, heads do not.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ class CanonicalLayout:
     ) -> list[tuple[int, int]]:
         """(offset, length) in bytes of the runs that hold heads [head_lo, head_hi) of layers [layer_lo, layer_hi).
 
-        Runs ascend, never touch and are never empty: neighbours are merged, so all heads of any layer range are one run.
-        An empty range has no runs. Raises UsageError when a range is reversed or leaves the block.
+        Runs ascend, never touch and are never empty: neighbours are merged, so all heads of a layer range are one run,
+        and an empty range has none. Raises UsageError when a range is reversed or leaves the block.
         """
         _require_range("layer", layer_lo, layer_hi, self.layers)
         _require_range("head", head_lo, head_hi, self.kv_heads)
@@ -111,7 +111,7 @@ class OpaqueLayout:
         require_int("layers", self.layers, 1, MAX_LAYERS)
         require_int("layer_bytes_per_block", self.layer_bytes_per_block, 1, MAX_LAYER_BYTES)
 
-    def layer_bytes(self, block_tokens: int, itemsize: int) -> int:
+    def layer_bytes(self, block_tokens: int, itemsize: int) -> int:  # noqa: ARG002 - the signature of all layouts
         """Bytes of one layer of one block, as declared: an opaque layer does not follow from tokens and dtype."""
         return self.layer_bytes_per_block
 

@@ -119,7 +119,7 @@ class Namespace:
         return namespace
 
 
-_DESCRIBED = tuple(field.name for field in fields(Namespace) if field.init)
+_DESCRIBED = tuple(told.name for told in fields(Namespace) if told.init)
 _LAYOUTS: dict[str, tuple[type[CanonicalLayout] | type[OpaqueLayout], tuple[str, ...]]] = {
     "canonical": (CanonicalLayout, ("layers", "kv_heads", "head_dim", "head_dim_v")),
     "opaque": (OpaqueLayout, ("tag", "layers", "layer_bytes_per_block")),
@@ -129,10 +129,10 @@ _LAYOUTS: dict[str, tuple[type[CanonicalLayout] | type[OpaqueLayout], tuple[str,
 def _check(namespace: Namespace) -> None:
     require_text("model", namespace.model, "the name of the weights")
     require_text("revision", namespace.revision, "the commit or digest of the weights")
-    if not isinstance(cast(object, namespace.dtype), str) or namespace.dtype not in ITEM_BYTES:
+    if not isinstance(namespace.dtype, str) or namespace.dtype not in ITEM_BYTES:
         raise UsageError(f"dtype={namespace.dtype!r}: allowed is one of {', '.join(ITEM_BYTES)}")
     require_int("block_tokens", namespace.block_tokens, 1, MAX_BLOCK_TOKENS)
-    if not isinstance(cast(object, namespace.layout), (CanonicalLayout, OpaqueLayout)):
+    if not isinstance(namespace.layout, (CanonicalLayout, OpaqueLayout)):
         raise UsageError(f"layout={namespace.layout!r}: allowed is a CanonicalLayout or an OpaqueLayout")
     _check_pipeline(namespace.pipeline)
     for name in ("adapter", "tenant"):
@@ -153,7 +153,7 @@ def _check_pipeline(pipeline: object) -> None:
 
 def _check_bytes(name: str, value: object) -> None:
     if not isinstance(value, bytes):
-        raise UsageError(f"{name}={value!r}: allowed is bytes, a digest of the content; empty for none")
+        raise UsageError(f"{name}={_shown(name, value)}: allowed is bytes, a digest of the content; empty for none")
 
 
 def _fields(what: str, description: object) -> dict[str, Any]:
@@ -188,4 +188,9 @@ def _from_hex(name: str, text: object) -> bytes:
     try:
         return bytes.fromhex(cast(str, text))
     except (TypeError, ValueError) as cause:
-        raise UsageError(f"{name}={text!r}: allowed is text of hexadecimal bytes") from cause
+        raise UsageError(f"{name}={_shown(name, text)}: allowed is text of hexadecimal bytes") from cause
+
+
+def _shown(name: str, value: object) -> str:
+    """The tenant's salt may be a secret: messages end up in logs, so they tell its type only."""
+    return f"<{type(value).__name__}>" if name == "tenant" else repr(value)
