@@ -1,0 +1,323 @@
+"""The `kvbench` command line: reads flags into plans, runs them, prints, writes, draws."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from kvbench import index, report, transfer
+from kvbench.errors import BenchError
+from kvbench.plan import (
+    ALL_OPS,
+    ALL_SIZES,
+    ALL_TRANSPORTS,
+    DEFAULT_FOOTPRINT_BYTES,
+    DEFAULT_LAYERS,
+    DEFAULT_SECONDS,
+    SECONDS_MAX,
+    Case,
+    Op,
+    TransferPlan,
+    Transport,
+    crossed_cases,
+    default_cases,
+)
+from kvbench.plot import plot_index, plot_transfer, require_plot
+from kvbench.progress import progress
+from kvstore.core.errors import KvStoreError, UsageError
+from kvstore.core.sizes import format_size, parse_size
+
+_EXIT_WRONG = 1  # the run failed, or content was wrong
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+
+_DESCRIPTION = "Measures the store on this machine, checks all content, and compares with what the hardware allows."
+
+_TRANSFER_DESCRIPTION = """\
+How fast blocks move: put, get, get_into and view over shared memory and tcp.
+
+A writer process puts the blocks, a reader process reads them, the server has processes of its own. Every block read is
+compared with what was written (each 4 KiB page's stamp every time, every byte in the first round and every 8th turn; all
+blocks that a put wrote are read back whole by the reader), outside of the timed parts. Each operation is timed
+in alternation with its limit, which moves as many blocks of the same size through as many bytes of memory: one
+thread's memcpy for shm, plain sockets between two processes for tcp. A view copies nothing, so it has no limit, and its time
+includes taking the lease and giving it back.
+
+A put writes keys that are absent: the keys of an older version of the same blocks are deleted between the timed puts.
+Percentiles are per call of one batch. With none of --ops, --sizes, --batch, --transport a fixed list of rows is measured, in
+about half a minute; with any of them, every combination of the given and the default values.
+"""
+
+_TRANSFER_EXAMPLES = """\
+examples:
+  kvbench transfer                                          the fixed list, as a table
+  kvbench transfer --json transfer.json --plot transfer.png  the same, kept
+  kvbench transfer --ops get_into --sizes 1MiB --batch 1,64 --transport shm,tcp
+  kvbench transfer --server 127.0.0.1:7400 --ops put,get     against a running server
+"""
+
+_INDEX_DESCRIPTION = """\
+How fast another process looks keys up in the index, in shared memory and without a call to the server.
+
+One process fills a table, another maps it read-only and probes it with 90 % present and 10 % absent keys in random order.
+Each answer is compared with the truth outside of the timed parts. The limit, timed in alternation, is one numpy.take of as many
+random entries of the same table. Percentiles are per probe of one batch.
+"""
+
+_INDEX_EXAMPLES = """\
+examples:
+  kvbench index                              1,000,000 keys, batches of 1, 64 and 1,024
+  kvbench index --keys 100000 --batch 256 --json index.json --plot index.png
+"""
+
+ValueT = TypeVar("ValueT")
+WordT = TypeVar("WordT", bound=StrEnum)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 fine, 1 failed or wrong content, 2 wrong usage, 130 interrupted."""
+    options = _parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except UsageError as error:
+        return _complain(options, error, _EXIT_USAGE)
+    except (BenchError, KvStoreError) as error:
+        return _complain(options, error, _EXIT_WRONG)
+    except KeyboardInterrupt:
+        return _complain(options, "interrupted", _EXIT_INTERRUPTED)
+
+
+def _run_transfer(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    plan = TransferPlan(
+        cases=_cases(options),
+        seconds=options.seconds,
+        seed=options.seed,
+        footprint_bytes=options.footprint,
+        layers=options.layers,
+        server=options.server,
+    )
+    with progress(len(plan.cases)) as shown:
+        shown.note(f"starting, with {format_size(plan.memory_bytes >> 20 << 20)} of prefaulted memory")
+        rows = transfer.run_transfer(plan, step=shown.step)
+    report.print_transfer(rows)
+    value = report.transfer_json(rows, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_transfer(plot_path, rows)
+    return _verdict(options, checked=value["checked"])
+
+
+def _run_index(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    plan = index.IndexPlan(
+        keys=options.keys,
+        batches=options.batch,
+        seconds=options.seconds,
+        seed=options.seed,
+    )
+    with progress(len(plan.batches)) as shown:
+        result = index.run_index(plan, note=shown.note, step=shown.step)
+    report.print_index(result)
+    value = report.index_json(result, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_index(plot_path, result)
+    return _verdict(options, checked=value["checked"])
+
+
+def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
+    given = (options.ops, options.transport, options.sizes, options.batch)
+    if all(flag is None for flag in given):
+        return default_cases()
+    return crossed_cases(
+        options.ops or ALL_OPS,
+        options.transport or ALL_TRANSPORTS,
+        options.sizes or ALL_SIZES,
+        options.batch or (64,),
+    )
+
+
+def _outputs(options: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """The paths to write, known to be writable."""
+    json_path: Path | None = options.json
+    plot_path: Path | None = options.plot
+    if json_path is not None:
+        report.require_writable("--json", json_path)
+    if plot_path is not None:
+        require_plot(plot_path)
+        report.require_writable("--plot", plot_path)
+    return json_path, plot_path
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, object]:
+    """The flags as they can be given again: words, numbers, lists of them, or None for one that was left out."""
+    values: dict[str, object] = vars(options)
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in values.items()
+        if name not in {"run", "command"}
+    }
+
+
+def _verdict(options: argparse.Namespace, *, checked: bool) -> int:
+    return 0 if checked else _complain(options, "content was WRONG: see the last column", _EXIT_WRONG)
+
+
+def _complain(options: argparse.Namespace, error: object, status: int) -> int:
+    print(f"kvbench {options.command}: {error}", file=sys.stderr)
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line that names flag, value and what is allowed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_EXIT_USAGE, f"{self.prog}: {message} (--help explains)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kvbench", description=_DESCRIPTION, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary, description, examples, add_flags in (
+        ("transfer", "how fast blocks move", _TRANSFER_DESCRIPTION, _TRANSFER_EXAMPLES, _add_transfer_flags),
+        ("index", "how fast keys are found", _INDEX_DESCRIPTION, _INDEX_EXAMPLES, _add_index_flags),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add_flags(command)
+    return parser
+
+
+def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_transfer)
+    parser.add_argument(
+        "--ops", type=_list(_word(Op)), metavar="OP,...", help=f"of {', '.join(ALL_OPS)} (default: all)"
+    )
+    parser.add_argument(
+        "--transport",
+        type=_list(_word(Transport)),
+        metavar="T,...",
+        help=f"of {', '.join(ALL_TRANSPORTS)} (default: both)",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_list(_size),
+        metavar="SIZE,...",
+        help=f"block sizes, multiples of 4KiB (default: {','.join(format_size(size) for size in ALL_SIZES)})",
+    )
+    parser.add_argument("--batch", type=_list(_positive), metavar="N,...", help="blocks per call (default: 64)")
+    parser.add_argument("--server", metavar="ADDRESS", help="host:port of a running server (default: start one)")
+    parser.add_argument(
+        "--layers",
+        type=_positive,
+        default=DEFAULT_LAYERS,
+        metavar="N",
+        help="layers of a block, fewer where a layer would be under 4KiB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--footprint",
+        type=_size,
+        default=DEFAULT_FOOTPRINT_BYTES,
+        metavar="SIZE",
+        help="bytes that each side of a copy walks through; below a few times the last-level cache the numbers are the "
+        f"cache's (default: {format_size(DEFAULT_FOOTPRINT_BYTES)})",
+    )
+    _add_common(parser, seconds=DEFAULT_SECONDS)
+
+
+def _add_index_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_index)
+    parser.add_argument(
+        "--keys",
+        type=_positive,
+        default=index.DEFAULT_KEYS,
+        metavar="N",
+        help="keys in the table (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_list(_positive),
+        default=index.DEFAULT_BATCHES,
+        metavar="N,...",
+        help=f"keys per probe (default: {','.join(map(str, index.DEFAULT_BATCHES))})",
+    )
+    _add_common(parser, seconds=index.DEFAULT_SECONDS)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, seconds: float) -> None:
+    parser.add_argument(
+        "--seconds",
+        type=_seconds,
+        default=seconds,
+        metavar="S",
+        help="time for each row of the table (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=_seed, default=0, metavar="N", help="what keys and content follow from (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows, the machine, versions and arguments here"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw a figure here (.png, .svg or .pdf; needs matplotlib)"
+    )
+
+
+def _list(parse: Callable[[str], ValueT]) -> Callable[[str], tuple[ValueT, ...]]:
+    """A comma-separated list, repetitions dropped."""
+    return lambda text: tuple(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _word(words: type[WordT]) -> Callable[[str], WordT]:
+    def parse(text: str) -> WordT:
+        try:
+            return words(text)
+        except ValueError as cause:
+            raise argparse.ArgumentTypeError(f"{text!r} is unknown; allowed: {', '.join(words)}") from cause
+
+    return parse
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except UsageError as cause:
+        raise argparse.ArgumentTypeError(str(cause)) from cause
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number from 1")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number from 0, below 2**63")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= SECONDS_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed: more than 0, at most {SECONDS_MAX} seconds"
+        )
+    return seconds

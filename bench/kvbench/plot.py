@@ -1,0 +1,107 @@
+"""One figure per run, drawn without a display. matplotlib is an optional extra."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from kvbench.index import IndexResult
+from kvbench.plan import Op
+from kvbench.transfer import TransferRow, limit_name
+from kvstore.core.errors import ConfigError, UsageError
+from kvstore.core.sizes import format_size
+
+_COLOURS: Final = {Op.PUT.value: "tab:orange", Op.GET.value: "tab:green", Op.GET_INTO.value: "tab:blue"}
+
+
+def require_plot(path: Path) -> None:
+    """Find out before the run that no figure could be drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing.
+        UsageError: no picture has that ending.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib, which is not installed: install kvstore-llm[bench]")
+    if path.suffix not in {".png", ".svg", ".pdf"}:
+        raise UsageError(f"--plot {path}: no known picture format; allowed: .png, .svg, .pdf")
+
+
+def plot_transfer(path: Path, rows: Sequence[TransferRow]) -> None:
+    """GiB/s by block size, one panel a transport, one line an operation and its limit dashed in the same colour."""
+    copies = [row for row in rows if row.op != Op.VIEW]
+    transports = list(dict.fromkeys(row.transport for row in copies)) or ["shm"]
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, len(transports), figsize=(6.5 * len(transports), 4.8), sharey=True, squeeze=False)
+    for panel, transport in zip(panels[0], transports, strict=True):
+        _draw_transport(panel, transport, [row for row in copies if row.transport == transport])
+    panels[0][0].set_ylabel("GiB/s of payload (median)")
+    figure.suptitle("kvbench transfer: content checked, limits measured in alternation")
+    _save(plt, figure, path)
+
+
+def plot_index(path: Path, result: IndexResult) -> None:
+    """Keys per second by batch, and the memory's own limit."""
+    plt = _pyplot()
+    figure, panel = plt.subplots(figsize=(6.5, 4.8))
+    rows = sorted(result.rows, key=lambda row: row.batch)
+    batches = [row.batch for row in rows]
+    panel.plot(batches, [row.keys_per_s / 1e6 for row in rows], "o-", color="tab:blue", label="probe")
+    panel.plot(batches, [row.limit_keys_per_s / 1e6 for row in rows], "--", color="tab:gray", label="numpy.take")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.set_xticks(batches, [f"{batch:,}" for batch in batches])
+    panel.set_xlabel("keys per probe")
+    panel.set_ylabel("million keys/s (median)")
+    panel.set_title(f"kvbench index: {result.resident_keys:,} keys, {result.bytes_per_entry:.0f} bytes an entry")
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend()
+    _save(plt, figure, path)
+
+
+def _draw_transport(panel: Any, transport: str, rows: Sequence[TransferRow]) -> None:
+    sizes = sorted({row.block_bytes for row in rows})
+    for op in dict.fromkeys(row.op for row in rows):
+        mine = sorted((row for row in rows if row.op == op), key=lambda row: (row.block_bytes, row.batch))
+        # The largest batch of each size makes the line; other batches are single points beside it.
+        line = list({row.block_bytes: row for row in mine}.values())
+        panel.plot([row.block_bytes for row in line], [row.gib_s for row in line], "o-", color=_COLOURS[op], label=op)
+        limited = [row for row in line if row.limit_gib_s is not None]
+        panel.plot(
+            [row.block_bytes for row in limited],
+            [row.limit_gib_s for row in limited],
+            "--",
+            color=_COLOURS[op],
+            alpha=0.5,
+            label=f"limit of {op}: {limit_name(transport)}",
+        )
+        for row in mine:
+            if row not in line:
+                _draw_point(panel, row)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sizes, [format_size(size) for size in sizes])
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("block size")
+    panel.set_title(transport)
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(fontsize=8)
+
+
+def _draw_point(panel: Any, row: TransferRow) -> None:
+    panel.plot(row.block_bytes, row.gib_s, "x", color=_COLOURS[row.op])
+    where = (row.block_bytes, row.gib_s)
+    panel.annotate(f"batch {row.batch}", where, xytext=(5, -3), textcoords="offset points", fontsize=8)
+
+
+def _pyplot() -> Any:
+    importlib.import_module("matplotlib").use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def _save(plt: Any, figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -1,0 +1,239 @@
+"""The result as JSON and as one table.
+
+Every JSON file says what was run, with which versions, on which machine, from which seed and commit, and whether the
+content was checked, so that a number can be traced and run again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvbench.index import IndexResult, IndexRow
+from kvbench.memory import memory_bytes
+from kvbench.plan import Op
+from kvbench.transfer import TransferRow, limit_name
+from kvstore.core.errors import UsageError
+from kvstore.core.sizes import format_size
+
+_ABSENT = "-"
+
+
+def transfer_json(rows: Sequence[TransferRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a transfer run."""
+    checked = bool(rows) and all(row.checked for row in rows)
+    return {
+        **_envelope("kvbench transfer", arguments, seed, checked=checked),
+        "limits": {
+            "shm": "one thread's numpy.copyto of as many blocks of the same size through as many bytes",
+            "tcp": "plain loopback sockets to another process: as many bytes and connections",
+        },
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def index_json(result: IndexResult, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of an index run."""
+    checked = bool(result.rows) and all(row.checked for row in result.rows)
+    return {
+        **_envelope("kvbench index", arguments, seed, checked=checked),
+        "limits": {"index": "one numpy.take of as many random entries of the same table"},
+        "resident_keys": result.resident_keys,
+        "bytes_per_entry": result.bytes_per_entry,
+        "rows": [asdict(row) for row in result.rows],
+    }
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Find out before the run, not after it, that a result can't be written.
+
+    Raises:
+        UsageError: naming flag and path.
+    """
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"{flag} {path}: there is no folder {folder}; allowed: a file in an existing folder")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{flag} {path}: can't be written; allowed: a file this user may write")
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write the value, readable and with a line end."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def print_transfer(rows: Sequence[TransferRow]) -> None:
+    """Print the table, then the headline numbers."""
+    head = ("op", "transport", "block", "batch", "GiB/s", "p50 us", "p99 us", "limit GiB/s", "of limit", "content")
+    _print_table(head, [_transfer_cells(row) for row in rows])
+    for line in transfer_headlines(rows):
+        print(line)
+
+
+def print_index(result: IndexResult) -> None:
+    """Print the table, then the headline numbers."""
+    head = ("batch", "M keys/s", "p50 us", "p99 us", "limit M keys/s", "of limit", "answers")
+    _print_table(head, [_index_cells(row) for row in result.rows])
+    for line in index_headlines(result):
+        print(line)
+
+
+def transfer_headlines(rows: Sequence[TransferRow]) -> list[str]:
+    """The two numbers to remember: one large get_into per transport, 1 MiB x 64 where it was measured."""
+    lines: list[str] = []
+    for transport in dict.fromkeys(row.transport for row in rows):
+        reads = [row for row in rows if row.transport == transport and row.op == Op.GET_INTO]
+        if not reads:
+            continue
+        best = min(reads, key=lambda row: (abs(row.batch - 64), abs(row.block_bytes - (1 << 20))))
+        line = f"{transport} get_into {format_size(best.block_bytes)} x {best.batch}: {best.gib_s:.2f} GiB/s"
+        if best.ratio_to_limit is not None:
+            line += f", {best.ratio_to_limit:.2f} of {limit_name(transport)}"
+        lines.append(line)
+    return lines
+
+
+def index_headlines(result: IndexResult) -> list[str]:
+    """The two numbers to remember: keys a second in the largest batch, bytes an entry."""
+    best = max(result.rows, key=lambda row: row.batch)
+    return [
+        f"index of {result.resident_keys:,} keys, batch {best.batch:,}: {best.keys_per_s / 1e6:.1f} M keys/s",
+        f"{result.bytes_per_entry:.1f} bytes an entry",
+    ]
+
+
+def _envelope(command: str, arguments: Mapping[str, object], seed: int, *, checked: bool) -> dict[str, Any]:
+    return {
+        "command": command,
+        "arguments": dict(arguments),
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "kvstore-llm": _own_version(),
+            "kernel": platform.release(),
+        },
+        "machine": {
+            "cpu": _cpu_model(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_bytes": memory_bytes("MemTotal"),
+            "l3_bytes": _l3_bytes(),
+        },
+        "seed": seed,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "checked": checked,
+    }
+
+
+def _own_version() -> str | None:
+    try:
+        return metadata.version("kvstore-llm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def _l3_bytes() -> int | None:
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text.removesuffix("K")) << 10
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this code runs from, `-dirty` if files differ; None outside of one."""
+    folder = Path(__file__).parent
+    head = _git(folder, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    return f"{head}-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
+    return (
+        row.op,
+        row.transport,
+        format_size(row.block_bytes),
+        str(row.batch),
+        "no copy" if row.op == Op.VIEW else f"{row.gib_s:.2f}",
+        f"{row.p50_us:,.0f}",
+        f"{row.p99_us:,.0f}",
+        _ABSENT if row.limit_gib_s is None else f"{row.limit_gib_s:.2f}",
+        _ABSENT if row.ratio_to_limit is None else f"{row.ratio_to_limit:.2f}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _index_cells(row: IndexRow) -> tuple[str, ...]:
+    return (
+        f"{row.batch:,}",
+        f"{row.keys_per_s / 1e6:.2f}",
+        f"{row.p50_us:,.1f}",
+        f"{row.p99_us:,.1f}",
+        f"{row.limit_keys_per_s / 1e6:.2f}",
+        f"{row.ratio_to_limit:.2f}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _print_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        _print_rich(head, lines)
+    else:
+        print(plain_table(head, lines))
+
+
+def plain_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Columns aligned with blanks: words left, numbers right."""
+    widths = [max(len(line[column]) for line in (head, *lines)) for column in range(len(head))]
+    numeric = [
+        all(line[column][:1].isdigit() or line[column] in (_ABSENT, "no copy") for line in lines)
+        for column in range(len(head))
+    ]
+    rule = tuple("-" * width for width in widths)
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in (head, rule, *lines)
+    )
+
+
+def _print_rich(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    table = importlib.import_module("rich.table").Table(*head)
+    for line in lines:
+        table.add_row(*line)
+    importlib.import_module("rich.console").Console().print(table)
