@@ -93,7 +93,7 @@ def vector(name: str, namespace: Namespace, scheme: KeyScheme, tokens: Sequence[
 def main() -> None:
     """Add the cases that the file lacks."""
     vectors = [vector(*case) for case in CASES]
-    old = json.loads(VECTORS.read_text())["vectors"] if VECTORS.exists() else []
+    old: list[Any] = json.loads(VECTORS.read_text())["vectors"] if VECTORS.exists() else []
     if vectors[: len(old)] != old:
         raise SystemExit("a vector in the file would change: that is a new version of the scheme, not a new vector")
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in vectors)  # one a line: a new case is one line of diff
