@@ -103,8 +103,7 @@ def _run_transfer(options: argparse.Namespace) -> int:
         server=options.server,
     )
     with progress(len(plan.cases)) as shown:
-        shown.note(f"starting, with {format_size(plan.memory_bytes >> 20 << 20)} of prefaulted memory")
-        rows = transfer.run_transfer(plan, step=shown.step)
+        rows = transfer.run_transfer(plan, note=shown.note, step=shown.step)
     report.print_transfer(rows)
     value = report.transfer_json(rows, _arguments(options), seed=plan.seed)
     if json_path is not None:

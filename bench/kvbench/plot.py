@@ -78,9 +78,10 @@ def _draw_transport(panel: Any, transport: str, rows: Sequence[TransferRow]) -> 
             alpha=0.5,
             label=f"limit of {op}: {limit_name(transport)}",
         )
-        for row in mine:
-            if row not in line:
-                _draw_point(panel, row)
+        rest = [row for row in mine if row not in line]
+        for batch in sorted({row.batch for row in rest}):
+            points = [(row.block_bytes, row.gib_s) for row in rest if row.batch == batch]
+            panel.plot(*zip(*points, strict=True), "x", color=_COLOURS[op], label=f"{op}, batch {batch}")
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, [format_size(size) for size in sizes])
     panel.set_ylim(bottom=0)
@@ -88,12 +89,6 @@ def _draw_transport(panel: Any, transport: str, rows: Sequence[TransferRow]) -> 
     panel.set_title(transport)
     panel.grid(visible=True, alpha=0.3)
     panel.legend(fontsize=8)
-
-
-def _draw_point(panel: Any, row: TransferRow) -> None:
-    panel.plot(row.block_bytes, row.gib_s, "x", color=_COLOURS[row.op])
-    where = (row.block_bytes, row.gib_s)
-    panel.annotate(f"batch {row.batch}", where, xytext=(5, -3), textcoords="offset points", fontsize=8)
 
 
 def _pyplot() -> Any:

@@ -251,7 +251,7 @@ class PutTask(Task):
     def __call__(self, turn: int) -> float:
         scene = self.scene
         places = scene.places(self.case.batch, turn)
-        old = self.ids[places]
+        old = self.ids[places].copy()
         new = self._other(old)
         keys = scene.keys(new, self.case.transport)
         rows = scene.rows[places]

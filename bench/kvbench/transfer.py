@@ -25,6 +25,7 @@ from kvbench.memory import SharedArena, open_shared, require_available
 from kvbench.plan import Case, Group, Op, TransferPlan, Transport, groups
 from kvbench.session import I64, Clear, Fill, Measure, Measured, Session, SessionSetup, Verify
 from kvbench.workers import Worker
+from kvstore.core.sizes import format_size
 
 TCP_CONNECTIONS: Final = 1
 _GIB: Final = 1 << 30
@@ -53,8 +54,8 @@ class TransferRow:
     samples: int
 
 
-def run_transfer(plan: TransferPlan, *, step: Note) -> list[TransferRow]:
-    """Measure every case of the plan; `step` is called once a case with a line about it.
+def run_transfer(plan: TransferPlan, *, note: Note, step: Note) -> list[TransferRow]:
+    """Measure every case of the plan; `step` is called once a case with a line about it, `note` with what else happens.
 
     Raises:
         UsageError: the plan does not fit the machine.
@@ -62,6 +63,7 @@ def run_transfer(plan: TransferPlan, *, step: Note) -> list[TransferRow]:
     """
     require_available(plan.memory_bytes + _SERVER_OVERHEAD_BYTES, "lower --sizes, --batch or --footprint")
     rows: list[TransferRow] = []
+    note(f"starting, with {format_size(plan.memory_bytes >> 20 << 20)} of prefaulted memory")
     with _processes(plan) as (writer, reader):
         for group in groups(plan):
             for row in _measure_group(plan, group, writer, reader):

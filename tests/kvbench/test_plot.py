@@ -1,0 +1,36 @@
+"""Figures are drawn without a display; without matplotlib the run is refused in one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvbench.plot import plot_index, plot_transfer, require_plot
+from kvstore.core.errors import ConfigError, UsageError
+from tests.kvbench.rows import INDEX_RESULT, TRANSFER_ROWS
+
+PNG = b"\x89PNG\r\n"
+
+
+def test_a_transfer_figure_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_transfer(tmp_path / "t.png", TRANSFER_ROWS)
+    assert (tmp_path / "t.png").read_bytes().startswith(PNG)
+
+
+def test_an_index_figure_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_index(tmp_path / "i.png", INDEX_RESULT)
+    assert (tmp_path / "i.png").read_bytes().startswith(PNG)
+
+
+def test_without_matplotlib_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python takes as "can't be imported"
+    with pytest.raises(ConfigError, match=r"^--plot needs matplotlib.*kvstore-llm\[bench\]$"):
+        require_plot(tmp_path / "t.png")
+
+
+def test_an_unknown_picture_format_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UsageError, match=r"t\.gif: no known picture format; allowed: \.png, \.svg, \.pdf"):
+        require_plot(tmp_path / "t.gif")
