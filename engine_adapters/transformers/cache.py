@@ -1,0 +1,355 @@
+"""Stores a prompt's KV from a `DynamicCache` and loads it into a fresh one, without ever failing the engine.
+
+A fault of the store (dead, slow, evicting, another version) is a miss or a shorter hit, and is logged. Only a call that
+is wrong by itself (a cache of another model, a batch of two) raises, and that is a UsageError.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from engine_adapters.transformers.packing import BlockShape, pack, unpack
+from kvstore import BlockKeys, BlockState, CanonicalLayout, Client, KvStoreError, Namespace, PutStatus, UsageError
+from kvstore.core.keys import TokenIds
+
+__all__ = ["CacheAdapter", "Fetched", "Stored", "namespace_for"]
+
+STAGING_BYTES = 64 * 2**20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What `store` did with the full blocks whose KV was in the cache."""
+
+    statuses: NDArray[np.uint8]  # of PutStatus, one per full block; EXISTS includes those that a lookup found
+    bytes: int  # written by this call
+
+    @property
+    def stored(self) -> int:
+        """Blocks that this call wrote."""
+        return int(np.count_nonzero(self.statuses == PutStatus.STORED))
+
+    @property
+    def present(self) -> int:
+        """Blocks that were in the store already."""
+        return int(np.count_nonzero(self.statuses == PutStatus.EXISTS))
+
+    @property
+    def missing(self) -> int:
+        """Blocks that are not in the store now, as far as this call knows."""
+        return len(self.statuses) - self.stored - self.present
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A cache that holds the first `hit_tokens` tokens, and what getting them took."""
+
+    cache: DynamicCache
+    hit_tokens: int
+    bytes: int = 0  # fetched from the store
+    lookup_s: float = 0.0
+    transfer_s: float = 0.0
+    unpack_s: float = 0.0
+
+
+def namespace_for(
+    model: PreTrainedModel | PreTrainedConfig,
+    *,
+    revision: str,
+    model_id: str | None = None,
+    block_tokens: int = 16,
+    dtype: torch.dtype | None = None,
+    adapter: bytes = b"",
+    tenant: bytes = b"",
+) -> Namespace:
+    """The namespace of `model`'s KV.
+
+    `revision`: commit or digest of the weights. `model_id`: a name that all workers use; left out, it is the hub's name
+    that the model was loaded by. `dtype` of the KV: left out, the model's. `adapter`: digest of the LoRA weights.
+    Settings that change the KV of the same weights (RoPE, quantisation) are digested into the revision, so that a
+    worker with other settings gets misses and never wrong KV. Raises UsageError when a layer isn't full attention.
+    """
+    config = _decoder_config(model)
+    dtype = dtype or cast(torch.dtype | None, model.dtype) or torch.get_default_dtype()
+    return Namespace(
+        model=model_id or _hub_name(config),
+        revision=f"{revision}+{_settings_digest(config)}" if revision else "",
+        dtype=str(dtype).removeprefix("torch."),
+        block_tokens=block_tokens,
+        layout=_layout_of(config),
+        adapter=adapter,
+        tenant=tenant,
+    )
+
+
+class CacheAdapter:
+    """Moves KV between a `DynamicCache` and the store, over one client whose namespace is `namespace_for(model, ...)`.
+
+    Loaded tensors are placed on `device` (left out: the model's). Transfers go through one staging buffer, at most
+    `staging_bytes` (or one block) large, that is allocated and touched on first use and kept: longer prompts go in
+    several parts. Calls from several threads take turns. Raises UsageError when the client's namespace is of another
+    shape than the model.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        model: PreTrainedModel | PreTrainedConfig,
+        *,
+        device: torch.device | str | None = None,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        self._config = _decoder_config(model)
+        self._client: Final = client
+        self._shape: Final = _shape_of(client.namespace, _layout_of(self._config))
+        self._device = torch.device(device or (model.device if isinstance(model, PreTrainedModel) else "cpu"))
+        self._staging: Final = _Staging(client.namespace.block_bytes, staging_bytes)
+        self._lock: Final = threading.Lock()
+
+    def load(self, token_ids: TokenIds, limit: int | None = None) -> tuple[DynamicCache, int]:
+        """A cache that holds the leading tokens of a prompt, and how many: whole blocks, 0 for a miss.
+
+        At least one token is left for the engine to compute, because logits aren't stored. `limit`: the most
+        tokens wanted.
+        """
+        fetched = self.fetch(token_ids, limit)
+        return fetched.cache, fetched.hit_tokens
+
+    def fetch(self, token_ids: TokenIds, limit: int | None = None) -> Fetched:
+        """`load`, with bytes and seconds."""
+        tokens = _as_array(token_ids)
+        usable = max(0, len(tokens) - 1 if limit is None else min(len(tokens) - 1, limit))
+        with self._lock:
+            try:
+                return self._fetch(tokens[: usable - usable % self._shape.block_tokens])
+            except KvStoreError as fault:
+                _log.warning("lookup failed, prompt of %d tokens counts as a miss: %s", len(tokens), fault)
+                return Fetched(self._empty_cache(), 0)
+
+    def store(self, token_ids: TokenIds, cache: DynamicCache) -> Stored:
+        """Put the full blocks whose KV is in `cache` and which the store doesn't have yet.
+
+        `token_ids`: prompt, and what was generated. The last sampled token has no KV yet (it was never fed to the
+        model), so a block that would need it is left out, as is the incomplete block at the end. Raises UsageError
+        when `cache` isn't this model's, or holds a batch.
+        """
+        tokens = _as_array(token_ids)
+        layers = _layers_of(cache, self._shape)
+        blocks = min(len(tokens), cache.get_seq_length()) // self._shape.block_tokens
+        with self._lock:
+            try:
+                return self._store(tokens[: blocks * self._shape.block_tokens], layers)
+            except KvStoreError as fault:
+                _log.warning("storing %d blocks failed: %s", blocks, fault)
+                return Stored(np.full(blocks, PutStatus.FAILED, np.uint8), 0)
+
+    def _fetch(self, tokens: NDArray[np.integer[Any]]) -> Fetched:
+        started_s = time.perf_counter()
+        keys = self._client.keys(tokens)
+        hit = self._client.lookup(keys).hit_blocks if len(keys) else 0
+        lookup_s = time.perf_counter() - started_s
+        if hit == 0:
+            return Fetched(self._empty_cache(), 0, lookup_s=lookup_s)
+        target = self._layer_tensors(hit)
+        good, clock = self._transfer(keys[:hit], target)
+        return Fetched(
+            cache=self._filled_cache(target, good),
+            hit_tokens=good * self._shape.block_tokens,
+            bytes=good * self._client.namespace.block_bytes,
+            lookup_s=lookup_s,
+            transfer_s=clock.transfer_s,
+            unpack_s=clock.unpack_s,
+        )
+
+    def _transfer(self, keys: BlockKeys, target: tuple[Tensor, Tensor]) -> tuple[int, "_Clock"]:
+        """Fill `target` (see `_layer_tensors`) up to the first block that fails: blocks filled, and time taken."""
+        all_keys, all_values = target
+        clock = _Clock()
+        good = 0
+        for start in range(0, len(keys), self._staging.blocks):
+            part = keys[start : start + self._staging.blocks]
+            staged = self._staging.first(len(part))
+            began_s = time.perf_counter()
+            try:
+                arrived = self._client.get_into(part, staged.numpy()).hit_blocks
+            except KvStoreError as fault:
+                _log.warning("get failed after %d of %d blocks, the rest counts as a miss: %s", good, len(keys), fault)
+                break
+            fetched_s = time.perf_counter()
+            if arrived:
+                spread = slice(start, start + arrived)
+                unpack(staged[:arrived], self._shape, all_keys[:, :, spread], all_values[:, :, spread])
+            clock.transfer_s += fetched_s - began_s
+            clock.unpack_s += time.perf_counter() - fetched_s
+            good += arrived
+            if arrived < len(part):
+                break
+        return good, clock
+
+    def _store(self, tokens: NDArray[np.integer[Any]], layers: Sequence[tuple[Tensor, Tensor]]) -> Stored:
+        keys = self._client.keys(tokens)
+        if len(keys) == 0:
+            return Stored(np.empty(0, np.uint8), 0)
+        states = self._client.lookup(keys).states
+        statuses = np.where(states == BlockState.COMMITTED, PutStatus.EXISTS, PutStatus.PENDING).astype(np.uint8)
+        absent = np.flatnonzero(states == BlockState.ABSENT)
+        if len(absent) == 0:
+            return Stored(statuses, 0)
+        # Absent blocks are nearly always the tail. Where eviction left holes, what lies between is offered again.
+        end = int(absent[-1]) + 1
+        written = 0
+        for start in range(int(absent[0]), end, self._staging.blocks):
+            part = slice(start, min(end, start + self._staging.blocks))
+            staged = self._staging.first(part.stop - part.start)
+            pack(layers, start * self._shape.block_tokens, self._shape, staged)
+            result = self._client.put(keys[part], staged.numpy())
+            statuses[part] = result.statuses
+            written += result.bytes
+            lost = np.flatnonzero((result.statuses == PutStatus.FAILED) | (result.statuses == PutStatus.NO_ROOM))
+            if len(lost):  # a prefix with a hole is no use beyond it: don't push more at a full or failing store
+                statuses[part.stop : end] = result.statuses[lost[0]]
+                break
+        return Stored(statuses, written)
+
+    def _layer_tensors(self, blocks: int) -> tuple[Tensor, Tensor]:
+        """K and V of all layers, uninitialised: [layers, kv_heads, blocks, block_tokens, head dim] each."""
+        layout, tokens = self._shape.layout, self._shape.block_tokens
+        shape = (layout.layers, layout.kv_heads, blocks, tokens)
+        return (
+            torch.empty(*shape, layout.head_dim, dtype=self._shape.dtype, device=self._device),
+            torch.empty(*shape, layout.value_dim, dtype=self._shape.dtype, device=self._device),
+        )
+
+    def _empty_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._config)
+
+    def _filled_cache(self, target: tuple[Tensor, Tensor], blocks: int) -> DynamicCache:
+        cache = self._empty_cache()
+        if blocks == 0:
+            return cache
+        keys, values = (tensor[:, :, :blocks].flatten(2, 3).unsqueeze(1) for tensor in target)
+        for index, layer in enumerate(cast(list[DynamicLayer], cache.layers)):
+            # Assigned, not `update`d: that would concatenate with nothing, which copies everything once more.
+            layer.lazy_initialization(keys[index], values[index])
+            layer.keys, layer.values = keys[index], values[index]
+        return cache
+
+
+@dataclass(slots=True)
+class _Clock:
+    transfer_s: float = 0.0
+    unpack_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Staging:
+    """One buffer for the blocks in transit, uint8 [blocks, block_bytes]; grows as asked for, up to a limit."""
+
+    block_bytes: int
+    limit_bytes: int
+    _buffer: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.uint8))
+
+    @property
+    def blocks(self) -> int:
+        """The most blocks that fit at once; at least one."""
+        return max(1, self.limit_bytes // self.block_bytes)
+
+    def first(self, count: int) -> Tensor:
+        """The first `count` rows, `count` <= `blocks`. The next call gives the same memory again."""
+        if len(self._buffer) < count:
+            # Zeros, written now: the first touch of fresh memory costs many times a copy, and belongs here, once.
+            self._buffer = torch.empty(count, self.block_bytes, dtype=torch.uint8).fill_(0)
+        return self._buffer[:count]
+
+
+def _as_array(token_ids: TokenIds) -> NDArray[np.integer[Any]]:
+    """One-dimensional integers: a list, an array, a tensor, or the [1, n] that a tokenizer gives."""
+    tokens = np.asarray(token_ids)
+    tokens = tokens[0] if tokens.ndim == 2 and len(tokens) == 1 else tokens
+    if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+        raise UsageError(
+            f"token_ids of shape {tokens.shape} and dtype {tokens.dtype}: allowed are n integers of one prompt"
+        )
+    return tokens if tokens.size else np.empty(0, np.int64)
+
+
+def _decoder_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    config = model.config if isinstance(model, PreTrainedModel) else model
+    return config.get_text_config(decoder=True)
+
+
+def _hub_name(config: PreTrainedConfig) -> str:
+    name = cast(str, config.name_or_path)
+    if not name or Path(name).exists():
+        raise UsageError(
+            f"model_id=None with a model from {name or 'no file'!r}: give the name that all workers use for it"
+        )
+    return name
+
+
+def _settings_digest(config: PreTrainedConfig) -> str:
+    settings = {name: getattr(config, name, None) for name in ("rope_parameters", "quantization_config")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def _layout_of(config: PreTrainedConfig) -> CanonicalLayout:
+    layers = DynamicCache(config=config).layers
+    odd = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+    if odd:
+        raise UsageError(
+            f"{config.model_type} model with cache layers {', '.join(odd)}: only full attention (DynamicLayer) can be stored"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(
+            f"{config.model_type} model with latent attention (kv_lora_rank): only plain K and V can be stored"
+        )
+    heads = cast(int, config.num_attention_heads)
+    return CanonicalLayout(
+        layers=len(layers),
+        kv_heads=cast(int | None, getattr(config, "num_key_value_heads", None)) or heads,
+        head_dim=cast(int | None, getattr(config, "head_dim", None)) or cast(int, config.hidden_size) // heads,
+    )
+
+
+def _shape_of(namespace: Namespace, layout: CanonicalLayout) -> BlockShape:
+    if namespace.layout != layout:
+        raise UsageError(f"client's namespace has {namespace.layout}: this model's is {layout}")
+    return BlockShape(layout, namespace.block_tokens, cast(torch.dtype, getattr(torch, namespace.dtype)))
+
+
+def _layers_of(cache: DynamicCache, shape: BlockShape) -> list[tuple[Tensor, Tensor]]:
+    """K and V of each layer, checked: a store never takes what it can't give back. Empty for a cache without tokens."""
+    tokens, layout = cache.get_seq_length(), shape.layout
+    if tokens == 0:
+        return []
+    layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
+    if not len(layers) == len(cache.layers) == layout.layers:
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in cache.layers}))
+        raise UsageError(
+            f"cache of {len(cache.layers)} layers ({kinds}): allowed are this model's {layout.layers} of DynamicLayer"
+        )
+    expected = tuple((1, layout.kv_heads, tokens, dim) for dim in (layout.head_dim, layout.value_dim))
+    pairs = [(cast(Tensor, layer.keys), cast(Tensor, layer.values)) for layer in layers]
+    for index, pair in enumerate(pairs):
+        for tensor, wanted in zip(pair, expected, strict=True):
+            if tuple(tensor.shape) != wanted or tensor.dtype != shape.dtype:
+                raise UsageError(
+                    f"cache layer {index} of shape {tuple(tensor.shape)} and {tensor.dtype}: "
+                    f"allowed is {wanted} and {shape.dtype}, one sequence of this model"
+                )
+    return pairs
