@@ -1,0 +1,80 @@
+"""The demo keeps its promises, says what is wrong in one line, and leaves no process behind."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("transformers", reason="the demo needs transformers")
+
+from engine_adapters.transformers.demo import check, main
+
+GOOD = {
+    "block_tokens": 16,
+    "prompt_tokens": 1025,
+    "hit_tokens": 1024,
+    "tokens_equal": True,
+    "second_prompt_tokens": 600,
+    "second_shared_tokens": 520,
+    "second_hit_tokens": 512,
+    "second_tokens_equal": True,
+}
+
+
+@pytest.mark.slow
+def test_a_prompt_prefilled_in_one_process_is_answered_alike_in_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "folder" / "demo.json"
+    assert main(["--json", str(file), "--paragraphs", "4", "--new-tokens", "8"]) == 0
+    result = json.loads(file.read_text())
+    assert result["tokens_equal"]
+    assert result["second_tokens_equal"]
+    assert result["logprob_max_abs_diff"] < 1e-3
+    assert result["hit_tokens"] == (result["prompt_tokens"] - 1) // 16 * 16 > 256
+    assert result["second_hit_tokens"] == result["second_shared_tokens"] // 16 * 16 < result["hit_tokens"]
+    assert result["bytes_moved"] == result["hit_tokens"] // 16 * result["block_bytes"]
+    shown = capsys.readouterr().out
+    assert "times faster" in shown
+    assert result["answer"].strip() in shown
+
+
+def test_a_result_as_promised_has_no_problems() -> None:
+    assert check(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"tokens_equal": False}, "tokens_equal is false: the answer from the store differs from the cold one"),
+        ({"hit_tokens": 1008}, "hit_tokens is 1008 of 1025: expected 1024"),
+        ({"second_hit_tokens": 528}, "second_hit_tokens is 528 of 600: expected 512"),
+    ],
+)
+def test_a_broken_promise_is_one_line(change: dict[str, object], line: str) -> None:
+    assert check({**GOOD, **change}) == [line]
+
+
+@pytest.mark.parametrize("flag", ["--threads", "--new-tokens", "--paragraphs"])
+def test_a_flag_out_of_range_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([flag, "0"])
+    assert f"{flag} 0: allowed is" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process() -> None:
+    command = [sys.executable, "-m", "engine_adapters.transformers.demo"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline()  # the first sign of progress: server and worker run
+        children = psutil.Process(demo.pid).children(recursive=True)
+        assert children
+        demo.send_signal(signal.SIGINT)
+        errors = demo.communicate(timeout=30)[1]
+    assert (demo.returncode, errors.strip()) == (130, "interrupted")
+    assert psutil.wait_procs(children, timeout=5)[1] == []
