@@ -1,0 +1,69 @@
+"""A distributed KV cache store for LLM serving, and its SDK.
+
+    with kvstore.connect("local", namespace=namespace) as store:
+        keys = store.keys(token_ids)
+        hit = store.lookup(keys)
+        store.get_into(keys[: hit.hit_blocks], buffers)
+
+The names below are the public interface; everything else may change.
+"""
+
+from kvstore.client.aio import AsyncClient, AsyncView, connect_async
+from kvstore.client.client import Client, View, connect
+from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
+from kvstore.core.errors import (
+    BlockTooLarge,
+    ConfigError,
+    DeadlineExceeded,
+    IndexFull,
+    KvStoreError,
+    LayoutMismatch,
+    LeaseExpired,
+    NamespaceMismatch,
+    ProtocolError,
+    Unavailable,
+    UnregisteredBuffer,
+    UsageError,
+)
+from kvstore.core.keys import BlockKeys, KeyScheme, chain_keys
+from kvstore.core.layout import CanonicalLayout, OpaqueLayout
+from kvstore.core.namespace import Namespace
+from kvstore.core.sizes import format_size, parse_size
+from kvstore.core.states import BlockState, PutStatus
+from kvstore.transport.buffers import RegisteredBuffer
+
+__all__ = [
+    "AsyncClient",
+    "AsyncView",
+    "BlockKeys",
+    "BlockState",
+    "BlockTooLarge",
+    "CanonicalLayout",
+    "Client",
+    "ConfigError",
+    "DeadlineExceeded",
+    "Fetched",
+    "GetResult",
+    "IndexFull",
+    "KeyScheme",
+    "KvStoreError",
+    "LayoutMismatch",
+    "LeaseExpired",
+    "Lookup",
+    "Namespace",
+    "NamespaceMismatch",
+    "OpaqueLayout",
+    "ProtocolError",
+    "PutResult",
+    "PutStatus",
+    "RegisteredBuffer",
+    "Unavailable",
+    "UnregisteredBuffer",
+    "UsageError",
+    "View",
+    "chain_keys",
+    "connect",
+    "connect_async",
+    "format_size",
+    "parse_size",
+]

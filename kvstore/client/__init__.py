@@ -1,0 +1,1 @@
+"""The SDK: what engines and adapters import."""

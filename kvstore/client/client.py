@@ -1,0 +1,500 @@
+"""The SDK's client: which shard, which link, what counts as a miss.
+
+A fault of the store never ends or hangs an engine: every call is bounded by its timeout, and whatever can't be reached by then
+is a miss (or a put that FAILED). Only wrong input raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from kvstore.client.arena import ArenaPool
+from kvstore.client.nodes import LinkOptions, NodeLinks, agree
+from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
+from kvstore.cluster.membership import StaticMembership
+from kvstore.cluster.placement import place
+from kvstore.core.errors import KvStoreError, LeaseExpired, ProtocolError, Unavailable, UsageError
+from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds, chain_keys
+from kvstore.core.namespace import Namespace
+from kvstore.core.states import BlockState, PutStatus
+from kvstore.transport.base import HeldBlocks, ShardLink
+from kvstore.transport.buffers import Blocks, RegisteredBuffer, Region, as_blocks
+from kvstore.transport.channel import Deadline
+
+I64 = NDArray[np.int64]
+T = TypeVar("T")
+
+REPORT_S = 2.0
+KEEP_S = 0.1
+VIEW_TTL_S_MAX = 600.0
+_THREADS_MAX = 16
+
+
+def connect(
+    address: str | Sequence[str] = "local",
+    *,
+    namespace: Namespace,
+    timeout_s: float = 2.0,
+    transport: str = "auto",
+    checksums: bool = False,
+    auth_token: str | None = None,
+) -> Client:
+    """Connect to a store.
+
+    Args:
+        address: `"local"`, `"host:port"`, or several (a list, or separated by commas); `"host:port=2"` gives weight 2.
+        namespace: whose blocks this client reads and writes.
+        timeout_s: bound of every call.
+        transport: `"auto"` takes shared memory on the same host and TCP otherwise; `"shm"` or `"tcp"` insist.
+        checksums: verify every layer slice over shared memory too; over TCP it is always done.
+        auth_token: the server's `auth_token`, if it has one; `KVSTORE_AUTH_TOKEN` unless given.
+
+    Raises:
+        Unavailable: no node can be reached.
+        UsageError: an argument is wrong, or a node refuses the namespace or the token.
+    """
+    options = LinkOptions(
+        namespace=namespace,
+        transport=transport,
+        timeout_s=timeout_s,
+        checksums=checksums,
+        auth_token=os.environ.get("KVSTORE_AUTH_TOKEN", "") if auth_token is None else auth_token,
+        client=f"kvstore pid {os.getpid()}",
+    )
+    return Client(StaticMembership(address), options)
+
+
+class Client:
+    """One namespace in a store; made by `connect`. Safe to use from several threads; a context manager.
+
+    A forked child gets connections of its own at its first call.
+    """
+
+    def __init__(self, membership: StaticMembership, options: LinkOptions) -> None:
+        self._membership = membership
+        self._options = options
+        self._namespace = options.namespace
+        self._arenas = ArenaPool()
+        self._start()
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    @property
+    def namespace(self) -> Namespace:
+        """Whose blocks these are."""
+        return self._namespace
+
+    @property
+    def scheme(self) -> KeyScheme:
+        """How this store makes keys."""
+        return self._scheme
+
+    def keys(self, token_ids: TokenIds, *, extra: Extra | None = None) -> BlockKeys:
+        """Keys of the full blocks of a token sequence; see `kvstore.chain_keys`."""
+        return chain_keys(self._namespace, token_ids, extra=extra, scheme=self._scheme)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: BlockKeys) -> Lookup:
+        """State of each block, and the longest prefix that can be used. Changes nothing."""
+        states = np.zeros(len(keys), dtype=np.uint8)
+        layers_ready = np.zeros(len(keys), dtype=np.uint16)
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            found = link.lookup(keys.array[rows], deadline.left_s())
+            states[rows], layers_ready[rows] = found.states, found.layers_ready
+
+        self._each_shard(keys, ask)
+        hit = leading(states == BlockState.COMMITTED)
+        return Lookup(states, layers_ready, hit, hit * self._namespace.block_tokens)
+
+    def get_into(
+        self, keys: BlockKeys, into: object, *, offsets: object = None, layers: tuple[int, int] | None = None
+    ) -> Fetched:
+        """Copy blocks, or a range of their layers, straight into the caller's memory.
+
+        Args:
+            into: n blocks as one C-contiguous array or tensor, a list of n buffers, or a buffer from `register` with `offsets`.
+            offsets: byte offset of each block in a registered buffer, shape (n,).
+            layers: half-open range; all layers unless given. Each target then has the bytes of that range.
+
+        Raises:
+            LayoutMismatch, UsageError, UnregisteredBuffer: the target does not fit; nothing was copied.
+        """
+        chosen = self._layers(layers)
+        size = (chosen[1] - chosen[0]) * self._namespace.layer_bytes
+        target = self._blocks(into, offsets, len(keys), size, "into", writable=True)
+        return self._fetch(keys, target, chosen, size)
+
+    def get(self, keys: BlockKeys) -> GetResult:
+        """Copy blocks into memory that the client provides and recycles."""
+        size = self._namespace.block_bytes
+        memory = self._arenas.take(len(keys) * size)
+        rows = memory.reshape(len(keys), size)
+        target = Region(memory, np.arange(len(keys), dtype=np.int64) * size)
+        fetched = self._fetch(keys, target, (0, self._namespace.layers), size)
+        blocks = [rows[row] if good else None for row, good in enumerate(fetched.ok.tolist())]
+        return GetResult(fetched.ok, fetched.bytes, blocks)
+
+    def view(self, keys: BlockKeys, *, ttl_s: float = 10.0) -> View:
+        """Blocks where they lie, without a copy (over TCP: one copy), read-only, for as long as the view is open.
+
+        The lease is renewed in the background; should that fail for `ttl_s`, the end of the `with` block raises `LeaseExpired`.
+        """
+        if not 0.01 <= ttl_s <= VIEW_TTL_S_MAX:
+            raise UsageError(f"ttl_s={ttl_s}: allowed is 0.01 to {VIEW_TTL_S_MAX:g} seconds")
+        parts: list[tuple[I64, HeldBlocks]] = []
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            parts.append((rows, link.lease(keys.array[rows], ttl_s, deadline.left_s())))
+
+        self._each_shard(keys, ask)
+        view = View(self._namespace, len(keys), parts, ttl_s, self._options.timeout_s)
+        self._views.add(view)
+        return view
+
+    def prefetch(self, keys: BlockKeys) -> int:
+        """Say that these blocks will be wanted soon: they count as used now. How many are there."""
+        return int(np.count_nonzero(self._ask(keys, lambda link, part, left_s: link.touch(part, left_s))))
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def put(self, keys: BlockKeys, blocks: object, *, offsets: object = None) -> PutResult:
+        """Store blocks. Those that are there, or being written by somebody else, are left alone.
+
+        Args:
+            blocks: as `into` of `get_into`, whole blocks.
+
+        Raises:
+            LayoutMismatch, UsageError, UnregisteredBuffer: the source does not fit; nothing was stored.
+        """
+        size = self._namespace.block_bytes
+        source = self._blocks(blocks, offsets, len(keys), size, "blocks", writable=False)
+        statuses = np.full(len(keys), PutStatus.FAILED, dtype=np.uint8)
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            statuses[rows] = link.store(keys.array[rows], source.take(rows), deadline.left_s())
+
+        self._each_shard(keys, ask)
+        return PutResult(statuses, int(np.count_nonzero(statuses == PutStatus.STORED)) * size)
+
+    def delete(self, keys: BlockKeys) -> int:
+        """Remove blocks; how many were there."""
+        return int(np.count_nonzero(self._ask(keys, lambda link, part, left_s: link.delete(part, left_s))))
+
+    def pin(self, keys: BlockKeys) -> int:
+        """Keep blocks from being evicted, until `unpin`. Pins are counted. How many are there."""
+        return int(np.count_nonzero(self._ask(keys, lambda link, part, left_s: link.pin(part, True, left_s))))
+
+    def unpin(self, keys: BlockKeys) -> int:
+        """Take one pin off; how many are there."""
+        return int(np.count_nonzero(self._ask(keys, lambda link, part, left_s: link.pin(part, False, left_s))))
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def register(self, buffer: object) -> RegisteredBuffer:
+        """Check a writable buffer once, to name blocks in it by offset from then on."""
+        return RegisteredBuffer(buffer, self._namespace.dtype)
+
+    def stats(self) -> dict[str, Any]:
+        """What this client has moved, by link."""
+        links = [
+            {
+                "node": node.member.name,
+                "shard": number,
+                "transport": link.transport if link else None,
+                "up": link is not None and link.usable,
+                **(asdict(link.meter.counters) if link else {}),
+            }
+            for node in self._nodes
+            for number, link in enumerate(node.links)
+        ]
+        return {"namespace": self._namespace.digest.hex(), "links": links}
+
+    def close(self) -> None:
+        """End all sessions. Open views end too. Idempotent."""
+        self._closed.set()
+        for node in self._nodes:
+            node.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._kick = threading.Event()
+        self._threads: ThreadPoolExecutor | None = None
+        self._views: weakref.WeakSet[View] = weakref.WeakSet()
+        self._members = self._membership.nodes()
+        self._nodes = [NodeLinks(member, self._options) for member in self._members]
+        failures: list[Unavailable] = []
+        try:
+            for node in self._nodes:
+                try:
+                    node.connect()
+                except Unavailable as error:
+                    failures.append(error)
+            infos = [node.info for node in self._nodes if node.info is not None]
+            if not infos:
+                raise failures[0]
+            if self._options.transport == "shm" and not any(link for node in self._nodes for link in node.links):
+                raise Unavailable(f"transport='shm': no shard of {self._members[0].name} is reachable on this host")
+            agree(infos)
+        except BaseException:
+            for node in self._nodes:
+                node.close()
+            raise
+        self._scheme = infos[0].scheme
+        keeper = threading.Thread(target=_keep, args=(weakref.ref(self), self._closed, self._kick), daemon=True)
+        keeper.name = "kvstore-keeper"
+        keeper.start()
+
+    def _keep_up(self, report: bool) -> None:
+        """One round of the background: reconnect what is down, renew the leases of open views, report."""
+        now_s = time.monotonic()
+        for node in self._nodes:
+            if node.needs_connect(now_s):
+                node.reconnect()
+        for view in list(self._views):
+            view._renew_if_due(now_s)
+        if report:
+            for node in self._nodes:
+                for number, link in enumerate(node.links):
+                    if link is None:
+                        continue
+                    try:
+                        link.report(self._options.timeout_s)
+                    except KvStoreError:
+                        node.drop(number, link)
+
+    def _fetch(self, keys: BlockKeys, target: Blocks, layers: tuple[int, int], size: int) -> Fetched:
+        ok = np.zeros(len(keys), dtype=np.bool_)
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            ok[rows] = link.fetch(keys.array[rows], target.take(rows), layers, deadline.left_s())
+
+        self._each_shard(keys, ask)
+        return Fetched(ok, int(np.count_nonzero(ok)) * size)
+
+    def _ask(self, keys: BlockKeys, question: Callable[[ShardLink, NDArray[np.void], float], Mask]) -> Mask:
+        answers = np.zeros(len(keys), dtype=np.bool_)
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            answers[rows] = question(link, keys.array[rows], deadline.left_s())
+
+        self._each_shard(keys, ask)
+        return answers
+
+    def _each_shard(self, keys: BlockKeys, ask: Callable[[ShardLink, I64, Deadline], None]) -> None:
+        """Ask every shard about its keys, those behind sockets side by side. What can't be reached is left unanswered."""
+        if self._pid != os.getpid():
+            self._start()
+        if self._closed.is_set():
+            raise UsageError("the client is closed")
+        if not len(keys):
+            return
+        deadline = Deadline(self._options.timeout_s)
+        parts = self._route(keys)
+        if len(parts) == 1 or all(link.transport == "shm" for _, _, link, _ in parts):
+            for part in parts:
+                self._guarded(part, ask, deadline)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="kvstore")
+        for future in [self._threads.submit(self._guarded, part, ask, deadline) for part in parts]:
+            future.result()
+
+    def _route(self, keys: BlockKeys) -> list[tuple[NodeLinks, int, ShardLink, I64]]:
+        """Node, shard number, link and rows of each part that can be reached."""
+        parts: list[tuple[NodeLinks, int, ShardLink, I64]] = []
+        owner = place(keys.array, self._members)
+        for place_of_node, node in enumerate(self._nodes):
+            rows = np.flatnonzero(owner == place_of_node)
+            if not len(rows) or not node.links:
+                continue
+            shard_of = place(keys.array[rows], node.shards)
+            for number, link in enumerate(node.links):
+                mine = rows[shard_of == number]
+                if link is not None and len(mine):
+                    parts.append((node, number, link, mine))
+        return parts
+
+    def _guarded(
+        self,
+        part: tuple[NodeLinks, int, ShardLink, I64],
+        ask: Callable[[ShardLink, I64, Deadline], None],
+        deadline: Deadline,
+    ) -> None:
+        node, number, link, rows = part
+        try:
+            ask(link, rows, deadline)
+        except (Unavailable, ProtocolError):
+            # The rows stay misses. The background makes a new link; until then this shard costs nothing.
+            node.drop(number, link)
+            self._kick.set()
+
+    def _layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
+        if layers is None:
+            return 0, self._namespace.layers
+        first, end = layers
+        if not 0 <= first < end <= self._namespace.layers:
+            raise UsageError(f"layers={layers}: allowed is a half-open range within 0 to {self._namespace.layers}")
+        return first, end
+
+    def _blocks(self, value: object, offsets: object, count: int, size: int, name: str, *, writable: bool) -> Blocks:
+        if isinstance(value, RegisteredBuffer):
+            if offsets is None:
+                raise UsageError(f"{name}: a registered buffer needs offsets=, one per key")
+            return value.at(offsets, count, size)
+        if offsets is not None:
+            raise UsageError(f"{name}: offsets= goes with a buffer from register()")
+        return as_blocks(value, count, size, name, self._namespace.dtype, writable=writable)
+
+
+class View:
+    """Blocks under a lease; made by `Client.view`. Use it as a context manager.
+
+    `view[i]` is block i as read-only uint8 of shape (block bytes,), or None where there is no such block. What it returns
+    must not be used after the `with` block.
+    """
+
+    def __init__(
+        self, namespace: Namespace, count: int, parts: list[tuple[I64, HeldBlocks]], ttl_s: float, timeout_s: float
+    ) -> None:
+        self._namespace = namespace
+        self._parts = parts
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        self._valid = True
+        self._open = True
+        self._renew_at_s = time.monotonic() + ttl_s / 3
+        self._expires_at_s = time.monotonic() + ttl_s
+        self._lock = threading.Lock()
+        self.ok: Mask = np.zeros(count, dtype=np.bool_)
+        self._where: list[tuple[HeldBlocks, int] | None] = [None] * count
+        for rows, held in parts:
+            self.ok[rows] = held.held
+            for place_in_part, row in enumerate(rows.tolist()):
+                self._where[row] = (held, place_in_part)
+
+    @property
+    def hit_blocks(self) -> int:
+        """Blocks before the first one that is missing."""
+        return leading(self.ok)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __getitem__(self, row: int) -> NDArray[np.uint8] | None:
+        if not self._open:
+            raise UsageError("the view is closed; its blocks may be others' by now")
+        where = self._where[row]
+        return where[0].block(where[1]) if where is not None and self.ok[row] else None
+
+    def array(self, row: int, dtype: DTypeLike = None, shape: tuple[int, ...] | None = None) -> NDArray[Any] | None:
+        """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss."""
+        block = self[row]
+        if block is None:
+            return None
+        typed = block.view(self._namespace.dtype if dtype is None else dtype)
+        return typed if shape is None else typed.reshape(shape)
+
+    def check(self) -> None:
+        """Make sure that everything read so far was read under a valid lease.
+
+        Raises:
+            LeaseExpired: it had run out: drop what was read, look up again.
+        """
+        if time.monotonic() >= self._expires_at_s:
+            self._valid = False
+        if self._valid and not self._renew():
+            self._valid = False
+        if not self._valid:
+            raise LeaseExpired(
+                f"the lease of {self._ttl_s:g} s ran out: what was read under it may be other blocks' bytes"
+            )
+
+    def close(self) -> None:
+        """Give the blocks back.
+
+        Raises:
+            LeaseExpired: the lease had run out before.
+        """
+        if not self._open:
+            return
+        with self._lock:
+            self._open = False
+            for _, held in self._parts:
+                try:
+                    self._valid &= held.release(self._timeout_s)
+                except KvStoreError:
+                    # The shard is gone, and the memory with it is still mapped and unchanged: nobody is left to reuse it.
+                    # But we can't be told whether the lease held until then, so only our own clock decides.
+                    self._valid &= time.monotonic() < self._expires_at_s
+        if not self._valid:
+            raise LeaseExpired(
+                f"the lease of {self._ttl_s:g} s ran out: what was read under it may be other blocks' bytes"
+            )
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except LeaseExpired:
+            if kind is None:
+                raise
+
+    def _renew_if_due(self, now_s: float) -> None:
+        if self._open and self._valid and now_s >= self._renew_at_s:
+            self._renew()
+
+    def _renew(self) -> bool:
+        with self._lock:
+            if not self._open:
+                return True
+            asked_at_s = time.monotonic()
+            try:
+                for _, held in self._parts:
+                    self._valid &= held.renew(self._ttl_s, self._timeout_s)
+            except KvStoreError:
+                self._renew_at_s = asked_at_s + self._ttl_s / 10  # again soon; the expiry decides
+                return asked_at_s < self._expires_at_s
+            self._renew_at_s = asked_at_s + self._ttl_s / 3
+            self._expires_at_s = asked_at_s + self._ttl_s
+            return self._valid
+
+
+def _keep(client_ref: weakref.ref[Client], closed: threading.Event, kick: threading.Event) -> None:
+    """The background thread: ends with its client, whether that was closed or forgotten."""
+    report_at_s = time.monotonic() + REPORT_S
+    while not closed.is_set():
+        kick.wait(KEEP_S)
+        kick.clear()
+        client = client_ref()
+        if client is None or closed.is_set():
+            return
+        report = time.monotonic() >= report_at_s
+        client._keep_up(report)
+        if report:
+            report_at_s = time.monotonic() + REPORT_S
+        del client

@@ -1,0 +1,160 @@
+"""Links from one client to the shards of one node: made at HELLO, dropped when they fail, made again in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.cluster.membership import Member
+from kvstore.core.errors import ConfigError, KvStoreError, ProtocolError, Unavailable
+from kvstore.core.namespace import Namespace
+from kvstore.transport.base import ShardLink
+from kvstore.transport.shm import SharedMemoryLink
+from kvstore.transport.tcp import TcpLink
+from kvstore.wire.control import ControlClient, NodeInfo, ShardInfo
+
+RETRY_S_MIN = 0.1
+RETRY_S_MAX = 2.0
+TRANSPORTS = ("auto", "shm", "tcp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """How a client wants to be connected."""
+
+    namespace: Namespace
+    transport: str = "auto"
+    timeout_s: float = 2.0
+    checksums: bool = False
+    auth_token: str = ""
+    client: str = "kvstore"
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise ConfigError(f"transport={self.transport!r}: allowed is one of {', '.join(TRANSPORTS)}")
+        if not 0.001 <= self.timeout_s <= 3600:
+            raise ConfigError(f"timeout_s={self.timeout_s}: allowed is 0.001 to 3600 seconds")
+
+
+class NodeLinks:
+    """All links to one node. `links[i]` leads to shard i, or is None while that shard can't be reached.
+
+    The circuit breaker of the SDK: a call never waits for a reconnect, it reads as a miss until the background has made one.
+    """
+
+    def __init__(self, member: Member, options: LinkOptions) -> None:
+        self.member = member
+        self.info: NodeInfo | None = None
+        self.links: list[ShardLink | None] = []
+        self._options = options
+        self._next_try_s = 0.0
+        self._pause_s = RETRY_S_MIN
+        self._connecting = threading.Lock()
+
+    @property
+    def shards(self) -> tuple[Member, ...]:
+        """The node's shards for placement, as far as known."""
+        return tuple(Member(f"{self.member.name}/{number}") for number in range(len(self.links)))
+
+    def connect(self) -> None:
+        """HELLO, then a link to each shard that has none.
+
+        Raises:
+            Unavailable: the node does not answer.
+            UsageError, ProtocolError: it refuses us.
+        """
+        options = self._options
+        with self._connecting:
+            with ControlClient(self.member.name, auth_token=options.auth_token, timeout_s=options.timeout_s) as control:
+                info = control.hello(options.client)
+            links = list(self.links) if len(self.links) == len(info.shards) else [None] * len(info.shards)
+            for shard in info.shards:
+                link = links[shard.number]
+                if link is not None and link.usable and link.boot_id == shard.boot_id:
+                    continue
+                if link is not None:
+                    link.close()
+                    links[shard.number] = None
+                with contextlib.suppress(Unavailable):
+                    links[shard.number] = self._link(info, shard)
+            self.info, self.links = info, links
+
+    def drop(self, shard: int, link: ShardLink) -> None:
+        """This link has failed: no call uses it again."""
+        link.close()
+        if self.links[shard] is link:
+            self.links[shard] = None
+
+    def needs_connect(self, now_s: float) -> bool:
+        """Whether the background should try now."""
+        if self.info is not None and all(link is not None and link.usable for link in self.links):
+            return False
+        return now_s >= self._next_try_s
+
+    def reconnect(self) -> None:
+        """Try to become whole again; the pause before the next try grows while that fails."""
+        try:
+            self.connect()
+        except KvStoreError:
+            pass  # still down, or it refuses us now: calls go on reading as misses
+        now_s = time.monotonic()
+        if self.needs_connect(now_s):
+            self._next_try_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RETRY_S_MAX)
+        else:
+            self._next_try_s, self._pause_s = 0.0, RETRY_S_MIN
+
+    def close(self) -> None:
+        """End all sessions."""
+        for link in self.links:
+            if link is not None:
+                link.close()
+
+    def _link(self, info: NodeInfo, shard: ShardInfo) -> ShardLink:
+        options = self._options
+        make: list[Callable[[], ShardLink]] = []
+        if options.transport in ("auto", "shm"):
+            make.append(
+                lambda: SharedMemoryLink(shard.socket_path, timeout_s=options.timeout_s, checksums=options.checksums)
+            )
+        if options.transport in ("auto", "tcp"):
+            make.append(
+                lambda: TcpLink(
+                    info.data_host, info.data_port, token=info.token, shard=shard.number, timeout_s=options.timeout_s
+                )
+            )
+        failures: list[Unavailable] = []
+        for attempt in make:
+            try:
+                link = attempt()
+            except Unavailable as error:
+                failures.append(error)
+                continue
+            if link.boot_id != shard.boot_id:
+                link.close()
+                failures.append(Unavailable(f"{self.member.name}: shard {shard.number} was restarted just now"))
+                continue
+            try:
+                link.open(options.namespace, options.timeout_s)
+            except BaseException:
+                link.close()
+                raise
+            return link
+        raise failures[-1]
+
+
+def agree(infos: list[NodeInfo]) -> None:
+    """All nodes must make keys in the same way.
+
+    Raises:
+        ProtocolError: names the two that don't.
+    """
+    for info in infos[1:]:
+        if info.scheme != infos[0].scheme:
+            raise ProtocolError(
+                f"{infos[0].address} and {info.address} make different block keys; start all nodes with the same "
+                f"--key-seed and --key-algorithm"
+            )

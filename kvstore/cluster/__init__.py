@@ -1,0 +1,1 @@
+"""Which node and shard holds a block: membership and placement, pure functions."""

@@ -1,0 +1,216 @@
+"""Reading the block index from any process: vectorised, lock-free, without a call to the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.states import BlockState
+from kvstore.index.layout import (
+    CHECK_FACTOR_INTS,
+    I64,
+    MAGIC,
+    POOL_UNIT_BYTES,
+    SLOTS_PER_BUCKET,
+    U64,
+    VERSION,
+    Header,
+    Table,
+    Word,
+    checksum,
+    home_buckets,
+    tags_of,
+)
+
+_TORN_RETRIES = 8  # an entry is half written for well under a microsecond; after this many looks it reads as a miss
+_MASK64 = (1 << 64) - 1
+_MASK32 = np.uint64(0xFFFFFFFF)
+_SHIFT16 = np.uint64(16)
+_SHIFT32 = np.uint64(32)
+_SHIFT48 = np.uint64(48)
+_STATE_MASK = np.uint64(0xFF)
+_LAYERS_MASK = np.uint64(0xFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What the index said about n keys. Rows of absent keys are zero, and their position is -1."""
+
+    entries: U64  # (n, 8), `Word` names the columns
+    positions: I64  # (n,), place in the table, for `IndexReader.unchanged`
+
+    @property
+    def states(self) -> NDArray[np.uint8]:
+        """`BlockState` of each key, shape (n,)."""
+        return (self.entries[:, Word.STATUS] & _STATE_MASK).astype(np.uint8)
+
+    @property
+    def layers_ready(self) -> NDArray[np.uint16]:
+        """Layers that may be read already, shape (n,)."""
+        return ((self.entries[:, Word.STATUS] >> _SHIFT16) & _LAYERS_MASK).astype(np.uint16)
+
+    @property
+    def generations(self) -> U64:
+        """Generation of each entry, shape (n,)."""
+        return self.entries[:, Word.GENERATION]
+
+    @property
+    def offsets(self) -> I64:
+        """Byte offset of each block in the pool, shape (n,)."""
+        return ((self.entries[:, Word.LOCATION] & _MASK32) * np.uint64(POOL_UNIT_BYTES)).astype(np.int64)
+
+    @property
+    def sizes(self) -> I64:
+        """Payload bytes of each block, shape (n,)."""
+        return (self.entries[:, Word.LOCATION] >> _SHIFT32).astype(np.int64)
+
+    @property
+    def handles(self) -> I64:
+        """The shard's dense number of each block, shape (n,)."""
+        return (self.entries[:, Word.META] & _MASK32).astype(np.int64)
+
+    @property
+    def layers(self) -> NDArray[np.uint16]:
+        """Layers of each block, shape (n,)."""
+        return (self.entries[:, Word.META] >> _SHIFT48).astype(np.uint16)
+
+    @property
+    def namespaces(self) -> NDArray[np.uint16]:
+        """Number of the namespace that each block was stored in, shape (n,)."""
+        return ((self.entries[:, Word.META] >> _SHIFT32) & _LAYERS_MASK).astype(np.uint16)
+
+    def states_in(self, namespace: int) -> NDArray[np.uint8]:
+        """`BlockState` of each key as that namespace sees it: what another one stored under the key is absent here."""
+        return np.where(self.namespaces == namespace, self.states, np.uint8(BlockState.ABSENT))
+
+    def readable(self, namespace: int, layers_end: int, size_bytes: int) -> NDArray[np.bool_]:
+        """Which blocks of that namespace and size hold their first `layers_end` layers: the committed ones, and reserved
+        ones that came that far."""
+        states = self.states_in(namespace)
+        ready = (states == BlockState.COMMITTED) | ((states == BlockState.RESERVED) & (self.layers_ready >= layers_end))
+        return ready & (self.sizes == size_bytes)
+
+
+class IndexReader:
+    """A view of the index in shared memory. Any number of readers, in any process; none of them ever waits.
+
+    Args:
+        memory: the index segment, mapped read-only or read-write, uint8.
+
+    Raises:
+        ProtocolError: the memory is no index, or one of another version.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        header = memory[:64].view(np.uint64)
+        if int(header[Header.MAGIC]) != MAGIC:
+            raise ProtocolError("the shared index has a wrong magic number: not a kvstore index")
+        if int(header[Header.VERSION]) != VERSION:
+            raise ProtocolError(
+                f"the shared index has version {int(header[Header.VERSION])}; this client reads {VERSION}"
+            )
+        self._table = Table(memory, int(header[Header.BUCKETS]))
+
+    @property
+    def retired(self) -> bool:
+        """True once a larger table has taken over: attach again, every probe here would be out of date."""
+        return bool(self._table.header[Header.RETIRED])
+
+    @property
+    def resident(self) -> int:
+        """Entries in use."""
+        return int(self._table.header[Header.RESIDENT])
+
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of the pool, from its start, whose pages are present."""
+        return int(self._table.header[Header.WARM])
+
+    def probe(self, keys: NDArray[np.void]) -> Probe:
+        """Look up n keys (`KEY_DTYPE`, shape (n,)). Key and fingerprint must both match."""
+        if len(keys) == 1:
+            return self._probe_one(keys)
+        moves = self._table.header[Header.MOVES]
+        found = self._probe_many(keys)
+        if self._table.header[Header.MOVES] != moves:
+            # An entry that changed place while we looked can be missed in both buckets. Once more is enough: a key is
+            # moved only when its bucket is full, so the same key moving again within microseconds reads as a miss.
+            missing = np.flatnonzero(found.positions < 0)
+            again = self._probe_many(keys[missing])
+            found.entries[missing] = again.entries
+            found.positions[missing] = again.positions
+        return found
+
+    def unchanged(self, probe: Probe, rows: I64) -> NDArray[np.bool_]:
+        """Whether the entries of these rows still stand. Ask after copying: True means the bytes copied were theirs."""
+        now = np.take(self._table.entries, probe.positions[rows], axis=0)
+        generations = probe.generations[rows]
+        status = now[:, Word.STATUS]
+        return (
+            (now[:, Word.GENERATION] == generations)
+            & ((status >> _SHIFT32) == (generations & _MASK32))
+            & ((status & _STATE_MASK) != BlockState.ABSENT)
+        )
+
+    def _probe_many(self, keys: NDArray[np.void]) -> Probe:
+        table = self._table
+        count = len(keys)
+        hi, lo, fingerprint = keys["hi"], keys["lo"], keys["fp"]
+        homes = home_buckets(hi, lo, table.buckets).reshape(-1)
+        lines = np.take(table.tag_lines, homes).view(np.uint16).reshape(count, 2 * SLOTS_PER_BUCKET)
+        candidates = np.flatnonzero(lines == tags_of(lo)[:, None])
+        rows = candidates >> 4
+        places = (homes[candidates >> 3] << 3) + (candidates & 7)
+        entries = np.zeros((count, 8), dtype=np.uint64)
+        positions = np.full(count, -1, dtype=np.int64)
+        for _ in range(_TORN_RETRIES):
+            seen = np.take(table.entries, places, axis=0)
+            status, generation = seen[:, Word.STATUS], seen[:, Word.GENERATION]
+            whole = (checksum(seen) == seen[:, Word.CHECK]) & ((status >> _SHIFT32) == (generation & _MASK32))
+            good = whole & (seen[:, Word.KEY_LO] == lo[rows]) & (seen[:, Word.KEY_HI] == hi[rows])
+            good &= (seen[:, Word.FINGERPRINT] == fingerprint[rows]) & ((status & _STATE_MASK) != BlockState.ABSENT)
+            if len(rows) == count and good.all():
+                return Probe(seen, places)  # the usual case: every key is here, and no tag matched by chance
+            entries[rows[good]] = seen[good]
+            positions[rows[good]] = places[good]
+            # A torn entry may be one whose key has not arrived yet, so every torn candidate is looked at again.
+            if whole.all():
+                break
+            rows, places = rows[~whole], places[~whole]
+        return Probe(entries, positions)
+
+    def _probe_one(self, keys: NDArray[np.void]) -> Probe:
+        """The same for one key in plain integers: numpy's fixed cost per step would be most of the time."""
+        hi, lo, fingerprint = keys.item(0)
+        table = self._table
+        buckets = table.buckets
+        tag = max(lo >> 48, 1)
+        words = table.words
+        for _ in range(_TORN_RETRIES):
+            torn = False
+            moves = table.header[Header.MOVES]
+            for half in (lo, hi):
+                bucket = ((half & 0xFFFFFFFF) * buckets) >> 32
+                line = table.tags[bucket].tolist()
+                for slot in range(SLOTS_PER_BUCKET):
+                    if line[slot] != tag:
+                        continue
+                    position = bucket * SLOTS_PER_BUCKET + slot
+                    entry = words[position * 8 : position * 8 + 8].tolist()
+                    if not _is_whole(entry):
+                        torn = True
+                    elif entry[0] == hi and entry[1] == lo and entry[2] == fingerprint and entry[6] & 0xFF:
+                        return Probe(np.array([entry], dtype=np.uint64), np.array([position], dtype=np.int64))
+            if not torn and moves == table.header[Header.MOVES]:
+                break
+        return Probe(np.zeros((1, 8), dtype=np.uint64), np.full(1, -1, dtype=np.int64))
+
+
+def _is_whole(entry: list[int]) -> bool:
+    total = 0
+    for word, factor in zip(entry[:6], CHECK_FACTOR_INTS, strict=True):
+        total += word * factor
+    return total & _MASK64 == entry[7] and entry[6] >> 32 == entry[3] & 0xFFFFFFFF

@@ -1,0 +1,70 @@
+"""Prometheus text of what the shards say. Names are listed in docs/operating.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_HELP = {
+    "reserved_blocks": "blocks that writers got a slot for",
+    "committed_blocks": "blocks stored",
+    "committed_bytes": "payload bytes stored",
+    "duplicate_puts": "puts of blocks that were there or being written",
+    "refused_puts": "puts refused because nothing could be evicted",
+    "aborted_blocks": "reservations given back or ended with their session",
+    "expired_reservations": "reservations that ran out",
+    "evicted_blocks": "blocks evicted from DRAM",
+    "evicted_bytes": "payload bytes evicted from DRAM",
+    "deleted_blocks": "blocks deleted or flushed",
+    "leases": "leases granted",
+    "expired_leases": "leases that ran out",
+    "index_resizes": "times the index moved to a larger table",
+    "client_lookup_blocks": "blocks that clients asked for",
+    "client_hit_blocks": "of those, blocks that were there",
+    "client_read_blocks": "blocks that clients read",
+    "client_read_bytes": "payload bytes that clients read",
+    "client_lost_races": "reads whose block was evicted meanwhile (read as misses)",
+    "client_checksum_failures": "reads whose bytes did not match their checksum (read as misses)",
+}
+
+
+class _ShardMetrics:
+    """Collects from the answers of one moment."""
+
+    def __init__(self, shards: Sequence[Mapping[str, Any]], down: int) -> None:
+        self._shards = shards
+        self._down = down
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("kvstore_shards_up", "shards that answer", len(self._shards))
+        yield GaugeMetricFamily("kvstore_shards_down", "shards that do not answer", self._down)
+        for name, text in _HELP.items():
+            counter = CounterMetricFamily(f"kvstore_{name}", text, labels=["shard"])
+            for shard in self._shards:
+                counter.add_metric([str(shard["shard"])], shard["counters"][name])
+            yield counter
+        pool = GaugeMetricFamily("kvstore_pool_bytes", "bytes of the DRAM pool by use", labels=["shard", "use"])
+        warm = GaugeMetricFamily("kvstore_warm_bytes", "bytes of the pool present in memory", labels=["shard"])
+        for shard in self._shards:
+            for use, amount in shard["bytes"].items():
+                pool.add_metric([str(shard["shard"]), use], amount)
+            warm.add_metric([str(shard["shard"])], shard["warm_bytes"])
+        yield pool
+        yield warm
+        for name in self._shards[0]["gauges"] if self._shards else ():
+            gauge = GaugeMetricFamily(f"kvstore_{name}", name.replace("_", " "), labels=["shard"])
+            for shard in self._shards:
+                gauge.add_metric([str(shard["shard"])], shard["gauges"][name])
+            yield gauge
+
+
+def render(shards: Sequence[Mapping[str, Any]], down: int) -> bytes:
+    """The exposition text for the answers of the shards (`Shard` statistics) and the number of those that did not answer."""
+    registry = CollectorRegistry()
+    registry.register(_ShardMetrics(shards, down))
+    return generate_latest(registry)

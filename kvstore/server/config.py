@@ -1,0 +1,218 @@
+"""The server's configuration: a TOML file, then `KVSTORE_*` variables, then flags; the last one wins.
+
+Read once, here, into frozen values that check themselves. No other file sees the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kvstore.core.errors import ConfigError, UsageError
+from kvstore.core.keys import KeyScheme
+from kvstore.core.sizes import format_size, parse_size
+
+CHUNK_BYTES = 64 << 20
+CHUNKS_MIN = 4
+SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
+SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
+_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process may use: of the machine, or of its control group where that is less."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    if _GROUP_LIMIT.exists():
+        limit = _GROUP_LIMIT.read_text().strip()
+        if limit.isdigit():
+            available = min(available, int(limit))
+    return available
+
+
+def _default_dram() -> int:
+    return max(available_memory_bytes() // SHARE_OF_MEMORY, CHUNKS_MIN * CHUNK_BYTES)
+
+
+def _default_data_dir() -> Path:
+    home = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+    return Path(home) / "kvstore"
+
+
+def _default_runtime_dir() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK):
+        return Path(base) / "kvstore"
+    return Path(tempfile.gettempdir()) / f"kvstore-{os.geteuid()}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All settings of `kvstore-server`. Each field's `help` is what users read in `--help` and `config show`."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on; loopback unless told otherwise"})
+    control_port: int = field(default=7400, metadata={"help": "gRPC control port; 0 takes a free one"})
+    data_port: int = field(default=7401, metadata={"help": "TCP data port; 0 takes a free one"})
+    http_port: int = field(default=7402, metadata={"help": "HTTP port: /metrics /health /status; 0 takes a free one"})
+    shards: int = field(default=1, metadata={"help": "shards, one process each"})
+    data_workers: int = field(default=1, metadata={"help": "processes that serve the data port"})
+    dram: int = field(
+        default_factory=_default_dram,
+        metadata={
+            "help": "DRAM tier of all shards together; a quarter of the available memory unless given",
+            "size": True,
+        },
+    )
+    chunk: int = field(
+        default=CHUNK_BYTES,
+        metadata={"help": "unit that the pool is divided in, and the largest block", "size": True},
+    )
+    data_dir: Path = field(default_factory=_default_data_dir, metadata={"help": "folder of what survives a restart"})
+    runtime_dir: Path = field(default_factory=_default_runtime_dir, metadata={"help": "folder of local sockets"})
+    key_algorithm: str = field(
+        default="xxh3-128",
+        metadata={"help": "block key hash: xxh3-128, or blake3 where tenants don't trust one another"},
+    )
+    key_seed: int = field(
+        default=-1,
+        metadata={
+            "help": "seed of the block keys; nodes that clients use together need the same; -1: random, kept in data_dir"
+        },
+    )
+    auth_token: str = field(
+        default="", metadata={"help": "clients must show this token to open a session", "secret": True}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("control_port", "data_port", "http_port"):
+            _require(name, getattr(self, name), 0, 65535)
+        ports = [port for port in (self.control_port, self.data_port, self.http_port) if port]
+        if len(set(ports)) != len(ports):
+            raise ConfigError(f"control_port, data_port and http_port must differ: {ports}")
+        _require("shards", self.shards, 1, 64)
+        _require("data_workers", self.data_workers, 1, 64)
+        _require("chunk", self.chunk, 1 << 20, 1 << 31)
+        if self.chunk % (1 << 20):
+            raise ConfigError(f"chunk={format_size(self.chunk)}: allowed is a whole number of MiB")
+        least = self.shards * CHUNKS_MIN * (1 << 20)
+        if self.dram < least:
+            raise ConfigError(f"dram={format_size(self.dram)}: at least {format_size(least)} for {self.shards} shards")
+        if not -1 <= self.key_seed < 1 << 64:
+            raise ConfigError(f"key_seed={self.key_seed}: allowed is -1 (random) or 0 to 2**64 - 1")
+        try:
+            KeyScheme(self.key_algorithm)
+        except UsageError as error:
+            raise ConfigError(f"key_algorithm: {error}") from error
+        if len(os.fsencode(self.runtime_dir)) > SOCKET_PATH_BYTES_MAX - 40:
+            raise ConfigError(
+                f"runtime_dir={str(self.runtime_dir)!r}: too long for a socket path; at most {SOCKET_PATH_BYTES_MAX - 40} bytes"
+            )
+
+    @property
+    def pool_bytes_per_shard(self) -> int:
+        """Each shard's part of the DRAM tier, in whole chunks."""
+        return self.dram // self.shards // self.chunk_bytes * self.chunk_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The chunk in force: smaller than asked for where the pool is too small for several."""
+        largest = self.dram // self.shards // CHUNKS_MIN >> 20 << 20
+        return min(self.chunk, largest)
+
+    def show(self) -> dict[str, str | int]:
+        """All settings as text, secrets hidden."""
+        shown: dict[str, str | int] = {}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.metadata.get("secret"):
+                shown[spec.name] = "(set)" if value else ""
+            elif spec.metadata.get("size"):
+                shown[spec.name] = format_size(value)
+            else:
+                shown[spec.name] = value if isinstance(value, int) else str(value)
+        return shown
+
+
+def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
+    """The configuration in force.
+
+    Raises:
+        ConfigError: names the file, key, variable or flag, its value, and what is allowed.
+    """
+    path = arguments.config or environment.get("KVSTORE_CONFIG")
+    values: dict[str, Any] = _from_file(Path(path)) if path else {}
+    names = {spec.name for spec in fields(ServerConfig)}
+    for variable, text in environment.items():
+        name = variable.removeprefix("KVSTORE_").lower()
+        if variable.startswith("KVSTORE_") and name in names:
+            values[name] = _convert(variable, name, text)
+    for name in names:
+        text = getattr(arguments, name, None)
+        if text is not None:
+            values[name] = _convert(f"--{name.replace('_', '-')}", name, text)
+    return ServerConfig(**values)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per setting, and `--config`."""
+    parser.add_argument("--config", metavar="FILE", help="TOML file with these settings, names with underscores")
+    for spec in fields(ServerConfig):
+        kind = "SIZE" if spec.metadata.get("size") else "DIR" if spec.name.endswith("_dir") else "VALUE"
+        parser.add_argument(f"--{spec.name.replace('_', '-')}", metavar=kind, help=spec.metadata["help"])
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        read = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} is not TOML: {error}") from error
+    names = [spec.name for spec in fields(ServerConfig)]
+    unknown = sorted(set(read) - set(names))
+    if unknown:
+        raise ConfigError(f"config file {str(path)!r}: unknown key {unknown[0]!r}; allowed are {', '.join(names)}")
+    return {name: _convert(f"config file {str(path)!r}: {name}", name, value) for name, value in read.items()}
+
+
+_CONVERSIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "a whole number"),
+    "str": (str, "text"),
+    "Path": (lambda text: Path(text).expanduser(), "a path"),
+}
+
+
+def _convert(source: str, name: str, value: object) -> Any:
+    """A setting's value from text, or from TOML's own types."""
+    spec = next(spec for spec in fields(ServerConfig) if spec.name == name)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"{source}: {value!r} is neither text nor a number")
+    if spec.metadata.get("size"):
+        return parse_size(value) if isinstance(value, int) else _size(source, value)
+    convert, allowed = _CONVERSIONS[str(spec.type)]
+    try:
+        return convert(str(value))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {value!r} is not allowed; {allowed} is") from error
+
+
+def _size(source: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _require(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{name}={value}: allowed is {least} to {most}")

@@ -1,0 +1,363 @@
+"""A worker of the TCP data port. `python -m kvstore.server.data_port`, started by the node.
+
+It attaches to the node's shards like any local client and serves their pool and index from its own process, so that no
+shard shares its interpreter with a socket. One thread per connection, blocking: the time goes into system calls that
+move megabytes with the GIL released.
+
+Nothing but HELLO with a valid session token is answered before it, within a few seconds. A frame that breaks a rule ends
+the connection, and with it the connection's session on the shard: leases and reservations go with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
+from kvstore.core.states import PutStatus
+from kvstore.server.children import read_configuration, say_ready
+from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
+from kvstore.transport.copying import copy_blocks
+from kvstore.transport.shm import LocalSession, SharedShard, connect_local
+from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
+from kvstore.wire.frames import HEADER_BYTES, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
+from kvstore.wire.messages import (
+    FETCH_ROW,
+    LOOKUP_ROW,
+    RESERVE_ROW,
+    U64,
+    KeyRequest,
+    RefRequest,
+    decode_json,
+    decode_rows,
+    encode_json,
+)
+from kvstore.wire.tokens import token_is_valid
+
+CONNECTIONS_MAX = 1024
+HELLO_TIMEOUT_S = 5.0
+HELLO_BYTES_MAX = 4096
+IDLE_TIMEOUT_S = 3600.0
+REQUEST_TIMEOUT_S = 30.0
+SHARD_TIMEOUT_S = 5.0
+HOLD_S = 60.0  # longer than a request may take
+OPTIMISTIC_BYTES_MAX = 64 << 10
+_FORWARDED = frozenset(
+    {
+        Op.PUBLISH,
+        Op.COMMIT,
+        Op.ABORT,
+        Op.RENEW,
+        Op.RELEASE,
+        Op.LEASE,
+        Op.DELETE,
+        Op.PIN,
+        Op.TOUCH,
+        Op.REPORT,
+        Op.RESERVE,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DataPortConfig:
+    """What the node tells a worker."""
+
+    listener_fd: int
+    boot_id: str
+    token_key: str  # hex
+    shard_sockets: tuple[str, ...]
+
+
+class DataPort:
+    """Accepts connections and keeps the shards' memory mapped."""
+
+    def __init__(self, config: DataPortConfig) -> None:
+        self.config = config
+        self.token_key = bytes.fromhex(config.token_key)
+        self._shared: dict[int, SharedShard] = {}
+        self._sharing = threading.Lock()
+        self._connections = threading.Semaphore(CONNECTIONS_MAX)
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept for ever."""
+        while True:
+            try:
+                sock, address = listener.accept()
+            except OSError as error:
+                # Out of descriptors, or the peer left before we came: wait for things to ease, don't die and don't spin.
+                print(f"kvstore data port: accept failed: {error.strerror}", file=sys.stderr, flush=True)
+                threading.Event().wait(0.1)
+                continue
+            if not self._connections.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._run, args=(sock, f"{address[0]}:{address[1]}"), daemon=True).start()
+
+    def session(self, shard: int) -> LocalSession:
+        """A new session with a shard, over memory that all connections share.
+
+        Raises:
+            Unavailable: no such shard, or it is down.
+        """
+        if not 0 <= shard < len(self.config.shard_sockets):
+            raise Unavailable(f"this node has no shard {shard}")
+        deadline = Deadline(SHARD_TIMEOUT_S)
+        channel = connect_local(self.config.shard_sockets[shard], deadline)
+        try:
+            shared = SharedShard(channel, deadline)
+            with self._sharing:
+                known = self._shared.get(shard)
+                if known is not None and known.boot_id == shared.boot_id:
+                    shared = known
+                else:
+                    # First sight of this shard, or it was restarted: its old memory goes with the last connection to it.
+                    self._shared[shard] = shared
+                    threading.Thread(target=shared.warm_up, args=(threading.Event(),), daemon=True).start()
+            return LocalSession(channel, shared)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _run(self, sock: socket.socket, peer: str) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream = Stream(sock, peer)
+        try:
+            with contextlib.closing(stream):
+                _Connection(self, stream).serve()
+        except KvStoreError:
+            pass  # the peer left, was too slow or broke the protocol; its session has ended with the connection
+        finally:
+            self._connections.release()
+
+
+class _Connection:
+    """One client."""
+
+    def __init__(self, port: DataPort, stream: Stream) -> None:
+        self._port = port
+        self._stream = stream
+        self._session: LocalSession = cast("LocalSession", None)
+        self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write
+        self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
+
+    def serve(self) -> None:
+        """Authenticate, then answer until the client leaves."""
+        self._session = self._hello()
+        with contextlib.closing(cast("Any", self._session.channel)):
+            while True:
+                frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, Deadline(IDLE_TIMEOUT_S))))
+                deadline = Deadline(REQUEST_TIMEOUT_S)
+                body = bytes(self._stream.receive(frame.body_bytes, deadline))
+                if frame.payload_bytes and frame.op != Op.WRITE:
+                    raise ProtocolError("payload on an operation that carries none")
+                try:
+                    self._handle(frame, body, deadline)
+                except UsageError as error:
+                    if frame.op == Op.WRITE:
+                        raise  # its payload may not have been read
+                    status = Status.NAMESPACE_MISMATCH if isinstance(error, NamespaceMismatch) else Status.BAD_REQUEST
+                    self._reply(frame, str(error).encode(), deadline, status)
+
+    def _hello(self) -> LocalSession:
+        deadline = Deadline(HELLO_TIMEOUT_S)
+        frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, deadline)))
+        if frame.op != Op.HELLO or frame.body_bytes > HELLO_BYTES_MAX or frame.payload_bytes:
+            raise ProtocolError("a connection begins with HELLO")
+        asked = decode_json(bytes(self._stream.receive(frame.body_bytes, deadline)))
+        config = self._port.config
+        if not token_is_valid(self._port.token_key, config.boot_id, asked.get("token"), time.time()):
+            self._reply(frame, b"the session token is missing, wrong or has run out", deadline, Status.UNAUTHENTICATED)
+            raise ProtocolError("no valid session token")
+        if asked.get("version") != PROTOCOL_VERSION:
+            text = f"protocol version {asked.get('version')!r}; this server speaks {PROTOCOL_VERSION}"
+            self._reply(frame, text.encode(), deadline, Status.BAD_REQUEST)
+            raise ProtocolError(text)
+        shard = asked.get("shard")
+        try:
+            session = self._port.session(shard if isinstance(shard, int) else -1)
+        except Unavailable as error:
+            self._reply(frame, str(error).encode(), deadline, Status.BUSY)
+            raise
+        self._reply(frame, encode_json({"boot_id": session.shared.boot_id}), deadline)
+        return session
+
+    def _handle(self, frame: Frame, body: bytes, deadline: Deadline) -> None:
+        match frame.op:
+            case Op.FETCH:
+                self._fetch(frame, KeyRequest.decode(body), deadline)
+            case Op.WRITE:
+                self._write(frame, RefRequest.decode(body), deadline)
+            case Op.LOOKUP:
+                self._lookup(frame, KeyRequest.decode(body), deadline)
+            case Op.OPEN:
+                self._open(frame, body, deadline)
+            case op if op in _FORWARDED:
+                answer = self._session.channel.call(Op(op), body, Deadline(SHARD_TIMEOUT_S))
+                if op == Op.RESERVE:
+                    self._remember(answer)
+                self._reply(frame, answer, deadline)
+            case op:
+                raise ProtocolError(f"operation {op} is not for the data port")
+
+    def _open(self, frame: Frame, body: bytes, deadline: Deadline) -> None:
+        described = decode_json(body)
+        number = self._session.open(described, Deadline(SHARD_TIMEOUT_S))
+        self._sizes[number] = (int(described["layers"]), int(described["layer_bytes"]))
+        self._reply(frame, number.to_bytes(2, "little"), deadline)
+
+    def _lookup(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
+        found = self._session.index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
+        rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
+        rows["state"] = found.states_in(request.namespace)
+        rows["layers_ready"], rows["size"] = found.layers_ready, found.sizes
+        self._reply(frame, rows.tobytes(), deadline)
+
+    def _fetch(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
+        layers, layer_bytes = self._geometry(request.namespace)
+        first, end = request.layers
+        if not 0 <= first < end <= layers:
+            raise UsageError(f"layers {first}:{end} of a block that has {layers}")
+        if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
+            self._fetch_small(frame, request, layers, layer_bytes, deadline)
+            return
+        hold = KeyRequest(request.namespace, request.keys, layers=request.layers, ttl_ms=int(HOLD_S * 1000))
+        lease, rows = self._session.lease(hold, Deadline(SHARD_TIMEOUT_S))
+        try:
+            found = rows["held"] == 1
+            offsets, generations = rows["offset"][found].astype(np.int64), rows["generation"][found]
+            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
+            pool = memoryview(self._session.shared.pool_read_only)
+            start, size = first * layer_bytes, (end - first) * layer_bytes
+            payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
+            self._send_fetched(frame, found, size, sums, payload, deadline)
+        finally:
+            # If the lease ran out while a slow client took its time, what was sent may be mixed up. The client sees it by the sums.
+            self._session.release(lease, Deadline(SHARD_TIMEOUT_S))
+
+    def _fetch_small(
+        self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
+    ) -> None:
+        """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
+        index = self._session.index(Deadline(SHARD_TIMEOUT_S))
+        probe = index.probe(request.keys)
+        first, end = request.layers
+        found = probe.readable(request.namespace, end, layers * layer_bytes)
+        rows = np.flatnonzero(found)
+        size = (end - first) * layer_bytes
+        copied = np.empty(len(rows) * size, dtype=np.uint8)
+        places = np.arange(len(rows), dtype=np.int64) * size
+        offsets = probe.offsets[rows]
+        copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + first * layer_bytes, size)
+        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers)
+        standing = index.unchanged(probe, rows)
+        self._session.shared.note_use(probe.handles[rows])
+        found[rows[~standing]] = False
+        payload = [memoryview(copied)[place : place + size] for place in places[standing].tolist()]
+        self._send_fetched(frame, found, size, sums[standing], payload, deadline)
+
+    def _send_fetched(
+        self,
+        frame: Frame,
+        found: NDArray[np.bool_],
+        size: int,
+        sums: NDArray[np.uint64],
+        payload: list[memoryview],
+        deadline: Deadline,
+    ) -> None:
+        answer = np.zeros(len(found), dtype=FETCH_ROW)
+        answer["found"] = found
+        answer["bytes"] = np.where(found, size, 0)
+        body = answer.tobytes() + np.ascontiguousarray(sums).tobytes()
+        head = encode(frame.op, frame.request, body, len(payload) * size)
+        self._stream.send([head, *payload], deadline)
+
+    def _sums(
+        self,
+        offsets: NDArray[np.int64],
+        generations: NDArray[np.uint64],
+        layers: int,
+        layer_bytes: int,
+        wanted: tuple[int, int],
+    ) -> NDArray[np.uint64]:
+        """Sums of the wanted layers. Where the producer left them out they are computed once and kept with the block."""
+        shared = self._session.shared
+        size = layers * layer_bytes
+        trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
+        missing = np.flatnonzero(trailers[:, 0] != generations)
+        pool = memoryview(shared.pool_read_only)
+        for row in missing.tolist():
+            offset = int(offsets[row])
+            trailers[row, 1 + wanted[0] : 1 + wanted[1]] = sums_of(
+                pool[offset + wanted[0] * layer_bytes : offset + wanted[1] * layer_bytes], layer_bytes
+            )
+        if wanted == (0, layers) and len(missing):
+            write_trailers(shared.pool, offsets[missing], size, generations[missing], trailers[missing, 1:])
+        return trailers[:, 1 + wanted[0] : 1 + wanted[1]]
+
+    def _remember(self, answer: bytes) -> None:
+        rows = decode_rows(answer, RESERVE_ROW, len(answer) // RESERVE_ROW.itemsize)
+        mine = rows[rows["status"] == PutStatus.STORED]
+        self._reserved.update(zip(mine["generation"].tolist(), mine["offset"].tolist(), strict=True))
+
+    def _write(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
+        """Payload into the reserved slots, verified piece by piece, then committed. What arrives damaged is dropped."""
+        offsets = [self._reserved.pop(generation, None) for generation in request.refs["generation"].tolist()]
+        layers, layer_bytes = self._geometry(request.namespace)
+        size = layers * layer_bytes
+        if None in offsets or frame.payload_bytes != len(offsets) * (size + layers * 8):
+            raise ProtocolError("a WRITE for blocks that were not reserved here, or of another size")
+        pool = memoryview(self._session.shared.pool)
+        step = max(1, RECEIVE_BYTES_MAX // layer_bytes) * layer_bytes
+        received: list[list[int]] = []
+        for offset in cast("list[int]", offsets):
+            sums: list[int] = []
+            for start in range(0, size, step):
+                piece = pool[offset + start : offset + min(start + step, size)]
+                self._stream.receive_into(piece, deadline)
+                sums.extend(sums_of(piece, layer_bytes))
+            received.append(sums)
+        told = np.frombuffer(self._stream.receive(len(offsets) * layers * 8, deadline), dtype=U64).reshape(-1, layers)
+        whole = (told == np.array(received, dtype=np.uint64)).all(axis=1)
+        write_trailers(
+            self._session.shared.pool, np.array(offsets, dtype=np.int64), size, request.refs["generation"], told
+        )
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        if not whole.all():
+            self._session.settle(Op.ABORT, request.refs[~whole], shard_deadline)
+        done = np.zeros(len(offsets), dtype=np.bool_)
+        done[whole] = self._session.settle(Op.COMMIT, request.refs[whole], shard_deadline)
+        self._reply(frame, done.tobytes(), deadline)
+
+    def _geometry(self, namespace: int) -> tuple[int, int]:
+        known = self._sizes.get(namespace)
+        if known is None:
+            raise NamespaceMismatch(f"namespace number {namespace} was not opened on this connection")
+        return known
+
+    def _reply(self, frame: Frame, body: bytes, deadline: Deadline, status: int = Status.OK) -> None:
+        self._stream.send([encode(frame.op, frame.request, body, status=status)], deadline)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    described = read_configuration()
+    config = DataPortConfig(**{**described, "shard_sockets": tuple(described["shard_sockets"])})
+    listener = socket.socket(fileno=config.listener_fd)
+    threading.Thread(target=DataPort(config).serve, args=(listener,), daemon=True).start()
+    say_ready()
+    while os.read(0, 4096):
+        pass  # until the node is gone
+
+
+if __name__ == "__main__":
+    main()

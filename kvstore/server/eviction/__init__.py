@@ -1,0 +1,1 @@
+"""Eviction policies. They only choose victims; the shard decides and acts."""

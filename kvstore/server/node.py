@@ -1,0 +1,370 @@
+"""A node: the process that starts the shards and the data port's workers, watches them, and serves control and HTTP.
+
+It holds no block and stands on no hot path: clients talk to shards and workers directly. A shard that dies is started again,
+empty, under a new boot id; the others go on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.core.errors import ConfigError, KvStoreError, Unavailable
+from kvstore.core.keys import BlockKeys, KeyScheme
+from kvstore.core.states import BlockState
+from kvstore.server.children import Child
+from kvstore.server.config import ServerConfig
+from kvstore.server.control import ControlService, serve_control
+from kvstore.server.http import StatusServer
+from kvstore.server.shard.process import ShardConfig
+from kvstore.transport.channel import Deadline
+from kvstore.transport.shm import ShardCalls, connect_local
+from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo
+from kvstore.wire.frames import Op
+from kvstore.wire.messages import ANY_NAMESPACE, KeyRequest
+from kvstore.wire.tokens import issue_token
+
+log = logging.getLogger("kvstore")
+
+R = TypeVar("R")
+
+READY_TIMEOUT_S = 30.0
+SHARD_TIMEOUT_S = 2.0
+WATCH_S = 0.2
+RESTART_PAUSE_S = 1.0  # a shard that dies at once is not started in a tight loop
+_LOCK_FILE = "lock"
+_NODE_FILE = "node.json"
+
+
+class DataDir:
+    """The folder that survives restarts: who this node is, its key seed, how often it has started.
+
+    Raises:
+        ConfigError: can't be made or written, or another server uses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / _LOCK_FILE).open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"data_dir={str(path)!r}: {error.strerror}; name a folder that this user may write"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"data_dir={str(path)!r}: another kvstore-server uses it") from error
+        known = self._read(path / _NODE_FILE)
+        self.node_id = str(known.get("node_id") or uuid.uuid4())
+        self.epoch = int(known.get("epoch", 0)) + 1
+        self.key_seed = int(known.get("key_seed", secrets.randbits(63)))
+        self._write(path / _NODE_FILE, {"node_id": self.node_id, "epoch": self.epoch, "key_seed": self.key_seed})
+
+    def close(self) -> None:
+        """Let another server use the folder."""
+        self._lock.close()
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: unreadable ({error}); remove it to start as a new node") from error
+
+    def _write(self, path: Path, value: dict[str, Any]) -> None:
+        fresh = path.with_suffix(".new")
+        try:
+            with fresh.open("w") as file:
+                json.dump(value, file)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+class ShardHandle:
+    """A shard's process and a line to it for administration."""
+
+    def __init__(self, number: int, config: ServerConfig, socket_path: Path) -> None:
+        self.number = number
+        self.socket_path = socket_path
+        self._config = config
+        self._calls: ShardCalls | None = None
+        self._lock = threading.Lock()
+        self.boot_id = ""
+        self.child = self._start()
+
+    def call(self, action: Callable[[ShardCalls, Deadline], R]) -> R:
+        """Ask the shard, over a connection that is made anew when it broke.
+
+        Raises:
+            Unavailable: it does not answer in time.
+        """
+        deadline = Deadline(SHARD_TIMEOUT_S)
+        with self._lock:
+            if self._calls is None or not self._calls.channel.usable:
+                self._calls = ShardCalls(connect_local(str(self.socket_path), deadline))
+            return action(self._calls, deadline)
+
+    def restart(self) -> None:
+        """After its death: a new one, empty, under a new boot id."""
+        self.child.stop()
+        self.socket_path.unlink(missing_ok=True)
+        self.child = self._start()
+        self.child.wait_ready(READY_TIMEOUT_S)
+
+    def info(self) -> ShardInfo:
+        """What clients are told."""
+        pool, chunk = self._config.pool_bytes_per_shard, self._config.chunk_bytes
+        return ShardInfo(self.number, self.boot_id, str(self.socket_path), pool, chunk)
+
+    def stop(self) -> None:
+        """End the process."""
+        self.child.stop()
+        self.socket_path.unlink(missing_ok=True)
+
+    def _start(self) -> Child:
+        self.boot_id = uuid.uuid4().hex
+        described = ShardConfig(
+            shard=self.number,
+            boot_id=self.boot_id,
+            socket_path=str(self.socket_path),
+            pool_bytes=self._config.pool_bytes_per_shard,
+            chunk_bytes=self._config.chunk_bytes,
+        )
+        return Child(f"shard {self.number}", "kvstore.server.shard.process", asdict(described))
+
+
+class Node:
+    """See the module. `start`, then `wait`, then `stop`."""
+
+    def __init__(self, config: ServerConfig, version: str) -> None:
+        self._config = config
+        self._version = version
+        self._started_s = time.monotonic()
+        self.boot_id = uuid.uuid4().hex
+        self._token_key = secrets.token_bytes(32)
+        self._stopping = threading.Event()
+        self._cleanups: list[Callable[[], None]] = []
+        self._shards: list[ShardHandle] = []
+        self._workers: list[Child] = []
+        self.control_port = 0
+        self.data_port = 0
+        self.http_port = 0
+
+    def start(self) -> None:
+        """Bring everything up; on failure nothing is left running.
+
+        Raises:
+            ConfigError: a port, folder or size can't be had; one line says which.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self) -> None:
+        """Until `request_stop`."""
+        self._stopping.wait()
+
+    def request_stop(self) -> None:
+        """Make `wait` return; safe in a signal handler."""
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """End all processes and remove the sockets."""
+        self._stopping.set()
+        while self._cleanups:
+            self._cleanups.pop()()
+
+    # --- what the control plane and the HTTP port ask ----------------------------------------------------------------
+
+    def describe(self) -> NodeInfo:
+        """The answer to HELLO, with a fresh token."""
+        host = self._config.host
+        return NodeInfo(
+            address=f"{host}:{self.control_port}",
+            node_id=self._data_dir.node_id,
+            boot_id=self.boot_id,
+            epoch=self._data_dir.epoch,
+            scheme=self._scheme,
+            token=issue_token(self._token_key, self.boot_id, secrets.token_bytes(16), time.time()),
+            data_host="" if host in {"0.0.0.0", "::", ""} else host,
+            data_port=self.data_port,
+            shards=tuple(shard.info() for shard in self._shards),
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Everything about this node as JSON-able values."""
+        shards: list[dict[str, Any]] = []
+        down: list[int] = []
+        for shard in self._shards:
+            try:
+                shards.append(shard.call(lambda calls, deadline: calls.stats(deadline)))
+            except KvStoreError:
+                down.append(shard.number)
+        return {
+            "version": self._version,
+            "node_id": self._data_dir.node_id,
+            "boot_id": self.boot_id,
+            "epoch": self._data_dir.epoch,
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+            "healthy": not down and all(worker.alive for worker in self._workers),
+            "endpoints": self.endpoints(),
+            "key_algorithm": self._scheme.algorithm,
+            "shards": shards,
+            "shards_down": down,
+        }
+
+    def endpoints(self) -> dict[str, str]:
+        """Where to reach this node."""
+        host = self._config.host
+        return {
+            "control": f"{host}:{self.control_port}",
+            "data": f"{host}:{self.data_port}",
+            "http": f"http://{host}:{self.http_port}",
+        }
+
+    def query(self, keys: BlockKeys) -> list[BlockInfo]:
+        """Where each block stands, whichever shard has it."""
+        found = [BlockInfo(-1, BlockState.ABSENT, 0, 0)] * len(keys)
+        for shard in self._shards:
+            request = KeyRequest(ANY_NAMESPACE, keys.array)
+            rows = shard.call(lambda calls, deadline, request=request: calls.lookup(request, deadline))
+            for place in np.flatnonzero(rows["state"]).tolist():
+                row = rows[place]
+                state = BlockState(int(row["state"]))
+                found[place] = BlockInfo(shard.number, state, int(row["layers_ready"]), int(row["size"]))
+        return found
+
+    def pin(self, keys: BlockKeys, *, on: bool) -> int:
+        """Add or take off a pin; how many blocks are there."""
+        return self._ask(Op.PIN, KeyRequest(ANY_NAMESPACE, keys.array, flag=int(on)))
+
+    def delete(self, keys: BlockKeys) -> int:
+        """Remove blocks; how many were there."""
+        return self._ask(Op.DELETE, KeyRequest(ANY_NAMESPACE, keys.array))
+
+    def flush(self, digest: bytes) -> int:
+        """Remove a namespace (empty: all); how many blocks."""
+        return sum(shard.call(lambda calls, deadline: calls.flush(digest, deadline)) for shard in self._shards)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, op: Op, request: KeyRequest) -> int:
+        return sum(
+            int(np.count_nonzero(shard.call(lambda calls, deadline: calls.ask(op, request, deadline))))
+            for shard in self._shards
+        )
+
+    def _start(self) -> None:
+        config = self._config
+        self._data_dir = DataDir(config.data_dir)
+        self._cleanups.append(self._data_dir.close)
+        seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed
+        self._scheme = KeyScheme(config.key_algorithm, seed)  # pyright: ignore[reportArgumentType] -- checked by ServerConfig
+        _prepare_runtime_dir(config.runtime_dir)
+        listener = _listen(config.host, config.data_port)
+        self._cleanups.append(listener.close)
+        self.data_port = listener.getsockname()[1]
+        for number in range(config.shards):
+            path = config.runtime_dir / f"shard-{number}-{os.getpid()}-{self.boot_id[:8]}.sock"
+            shard = ShardHandle(number, config, path)
+            self._cleanups.append(shard.stop)
+            self._shards.append(shard)
+        for shard in self._shards:
+            shard.child.wait_ready(READY_TIMEOUT_S)
+        for _ in range(config.data_workers):
+            worker = self._start_worker(listener)
+            worker.wait_ready(READY_TIMEOUT_S)
+            self._workers.append(worker)
+        self._cleanups.append(lambda: [worker.stop() for worker in self._workers])
+        service = ControlService(self, config.auth_token, self._version)
+        server, self.control_port = serve_control(service, config.host, config.control_port)
+        self._cleanups.append(lambda: server.stop(grace=0.5).wait())
+        http = StatusServer(config.host, config.http_port, self.status)
+        self.http_port = http.server_address[1]
+        threading.Thread(target=http.serve_forever, name="http", daemon=True).start()
+        self._cleanups.append(http.server_close)
+        self._cleanups.append(http.shutdown)
+        watcher = threading.Thread(target=self._watch, args=(listener,), name="watch", daemon=True)
+        watcher.start()
+        self._cleanups.append(watcher.join)
+
+    def _start_worker(self, listener: socket.socket) -> Child:
+        configuration = {
+            "listener_fd": listener.fileno(),
+            "boot_id": self.boot_id,
+            "token_key": self._token_key.hex(),
+            "shard_sockets": [str(shard.socket_path) for shard in self._shards],
+        }
+        return Child("data port worker", "kvstore.server.data_port", configuration, pass_fds=[listener.fileno()])
+
+    def _watch(self, listener: socket.socket) -> None:
+        """Start again what has died, until the node stops."""
+        while not self._stopping.wait(WATCH_S):
+            try:
+                for shard in self._shards:
+                    if not shard.child.alive:
+                        log.error("shard %d died; starting it again, empty", shard.number)
+                        shard.restart()
+                for place, worker in enumerate(self._workers):
+                    if not worker.alive:
+                        log.error("a data port worker died; starting it again")
+                        worker.stop()
+                        self._workers[place] = self._start_worker(listener)
+                        self._workers[place].wait_ready(READY_TIMEOUT_S)
+            except (Unavailable, OSError) as error:
+                log.error("restart failed: %s; trying again", error)
+                self._stopping.wait(RESTART_PAUSE_S)
+
+
+def _prepare_runtime_dir(path: Path) -> None:
+    """Make the folder of local sockets, for this user alone, and remove sockets that nobody listens on any more."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat()
+    except OSError as error:
+        raise ConfigError(f"runtime_dir={str(path)!r}: {error.strerror}") from error
+    if owner.st_uid != os.geteuid():
+        raise ConfigError(f"runtime_dir={str(path)!r} belongs to user {owner.st_uid}; name a folder of your own")
+    path.chmod(0o700)
+    for stale in path.glob("shard-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(str(stale))
+            except (ConnectionRefusedError, FileNotFoundError):
+                stale.unlink(missing_ok=True)
+            except OSError:
+                continue  # somebody listens, if slowly: not ours to remove
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"data port {host}:{port}: {error.strerror}") from error
+    return listener

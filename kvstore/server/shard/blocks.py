@@ -1,0 +1,76 @@
+"""What the shard knows of each block beyond the index: one row of fixed width per handle, no Python object per block."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+
+
+class Life(IntEnum):
+    """Where the slot of a handle stands. Only RESERVED and COMMITTED blocks are in the index."""
+
+    FREE = 0
+    RESERVED = 1
+    COMMITTED = 2
+    QUARANTINED = 3  # out of the index, but a live session may still be writing into the slot
+    CONDEMNED = 4  # out of the index, but readers still hold the slot
+
+
+class BlockTable:
+    """Arrays by handle. Handles are dense: the lowest free one is given out, so the arrays stay as short as the peak."""
+
+    def __init__(self, handles_max: int) -> None:
+        self.handles_max = handles_max
+        self._free: list[int] = []
+        self._fresh = 0  # handles below this number have been given out at least once
+        self.life: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self.offset: I64 = np.zeros(0, np.int64)
+        self.generation: U64 = np.zeros(0, np.uint64)
+        self.size: NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self.holds: NDArray[np.int32] = np.zeros(0, np.int32)  # leases on the block
+        self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.namespace: NDArray[np.uint16] = np.zeros(0, np.uint16)
+        self.owner: NDArray[np.uint32] = np.zeros(0, np.uint32)  # session that reserved it
+
+    def __len__(self) -> int:
+        return self._fresh
+
+    @property
+    def available(self) -> int:
+        """Handles that can still be taken."""
+        return len(self._free) + self.handles_max - self._fresh
+
+    def take(self, count: int) -> I64:
+        """`count` free handles, at most `available`."""
+        reused = self._free[len(self._free) - min(count, len(self._free)) :]
+        del self._free[len(self._free) - len(reused) :]
+        fresh = count - len(reused)
+        handles = np.array(reused + list(range(self._fresh, self._fresh + fresh)), dtype=np.int64)
+        self._fresh += fresh
+        self._reach(self._fresh)
+        return handles
+
+    def give_back(self, handles: I64) -> None:
+        """Free handles and clear their rows."""
+        self.life[handles] = Life.FREE
+        self.pins[handles] = 0
+        self.owner[handles] = 0
+        self._free.extend(handles.tolist())
+
+    def select(self, *lives: Life) -> I64:
+        """All handles in one of these states."""
+        return np.flatnonzero(np.isin(self.life[: self._fresh], lives))
+
+    def _reach(self, handles: int) -> None:
+        known = len(self.life)
+        if handles <= known:
+            return
+        more = max(handles - known, known // 2, 1024)
+        for name in ("life", "offset", "generation", "size", "holds", "pins", "namespace", "owner"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))

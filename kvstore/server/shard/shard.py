@@ -1,0 +1,634 @@
+"""A shard's state and every decision about it: plain synchronous calls, no socket, no clock, no thread.
+
+One process owns a shard and calls it from one thread, so there is no lock. Time comes in as `now_s`. The index and the pool
+are memory shared with clients: what is decided here becomes visible to them by the index alone.
+
+A slot is given away only when nobody can touch it any more:
+
+- readers that copy without asking check the generation afterwards;
+- readers with a lease are counted in `holds`: a deleted block stays where it is until the last one lets go (CONDEMNED);
+- a writer whose reservation ran out may be frozen in the middle of a copy and wake up later, so its slot is kept aside
+  until that session ends or reports (QUARANTINED). The *key* can be written again at once, into another slot.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import BlockTooLarge, IndexFull, NamespaceMismatch, UsageError
+from kvstore.core.states import BlockState, PutStatus
+from kvstore.index import IndexReader, IndexWriter, Probe, buckets_for, index_bytes
+from kvstore.server.eviction.base import EvictionPolicy
+from kvstore.server.shard.allocator import SlotAllocator
+from kvstore.server.shard.blocks import BlockTable, Life
+from kvstore.transport.trailer import slot_payload_bytes
+from kvstore.wire.messages import ANY_NAMESPACE, LEASE_ROW, LOOKUP_ROW, RESERVE_ROW, KeyRequest
+
+I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
+Rows = NDArray[np.void]
+
+INDEX_LOAD_MAX = 0.85
+NAMESPACES_MAX = 4096
+TTL_S_MAX = 600.0
+CHUNKS_TRIED_MAX = 8  # chunks of other sizes looked at per round of eviction
+
+
+class IndexSegment(NamedTuple):
+    """Shared memory of the index: a descriptor to hand to readers, and the mapping."""
+
+    fd: int
+    memory: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """What the shard needs to know of a namespace. The digest stands for all the rest."""
+
+    digest: bytes
+    layers: int
+    layer_bytes: int
+    label: str  # model and revision, for people
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload of one block."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Payload and checksum trailer of one block."""
+        return slot_payload_bytes(self.block_bytes, self.layers)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. Names are those of the metrics (docs/operating.md)."""
+
+    reserved_blocks: int = 0
+    committed_blocks: int = 0
+    committed_bytes: int = 0
+    duplicate_puts: int = 0
+    refused_puts: int = 0
+    aborted_blocks: int = 0
+    expired_reservations: int = 0
+    evicted_blocks: int = 0
+    evicted_bytes: int = 0
+    deleted_blocks: int = 0
+    leases: int = 0
+    expired_leases: int = 0
+    index_resizes: int = 0
+    client_lookup_blocks: int = 0
+    client_hit_blocks: int = 0
+    client_read_bytes: int = 0
+    client_read_blocks: int = 0
+    client_lost_races: int = 0
+    client_checksum_failures: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """A client's connection. Its leases and reservations end with it."""
+
+    number: int
+    leases: set[int] = field(default_factory=set[int])
+
+
+@dataclass(slots=True)
+class _Lease:
+    session: Session
+    handles: I64
+    deadline_s: float
+
+
+class Shard:
+    """See the module.
+
+    Args:
+        pool_bytes, chunk_bytes: the pool, see `SlotAllocator`.
+        new_segment: makes zeroed shared memory for an index of that many bytes.
+        policy: eviction order of committed blocks.
+        index_entries: entries that the first index is sized for; it grows by itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool_bytes: int,
+        chunk_bytes: int,
+        new_segment: Callable[[int], IndexSegment],
+        policy: EvictionPolicy,
+        index_entries: int = 1 << 16,
+    ) -> None:
+        self.allocator = SlotAllocator(pool_bytes, chunk_bytes)
+        self.blocks = BlockTable(pool_bytes // 4096)
+        self.counters = Counters()
+        self.policy = policy
+        self._new_segment = new_segment
+        self._use_index(index_entries)
+        self._namespaces: list[NamespaceInfo] = []
+        self._namespace_ids: dict[bytes, int] = {}
+        self._sessions = 0
+        self._generation = 1
+        self._leases: dict[int, _Lease] = {}
+        self._lease_number = 0
+        self._lease_expiries: list[tuple[float, int]] = []
+        self._reservation_expiries: list[tuple[float, int, I64, NDArray[np.uint64]]] = []
+        self._reservation_number = 0
+
+    # --- sessions and namespaces -------------------------------------------------------------------------------------
+
+    def open_session(self) -> Session:
+        """A client has connected."""
+        self._sessions += 1
+        return Session(self._sessions)
+
+    def close_session(self, session: Session) -> None:
+        """A client is gone, by its own wish or not: end its leases, drop what it had not committed."""
+        for lease in list(session.leases):
+            self._end_lease(lease)
+        blocks = self.blocks
+        mine = np.flatnonzero((blocks.owner[: len(blocks)] == session.number))
+        reserved = mine[blocks.life[mine] == Life.RESERVED]
+        self.counters.aborted_blocks += len(reserved)
+        self._retire(reserved)
+        quarantined = mine[blocks.life[mine] == Life.QUARANTINED]
+        self._let_go(quarantined)
+
+    def open_namespace(self, info: NamespaceInfo) -> int:
+        """The number of a namespace on this shard, given on first sight.
+
+        Raises:
+            NamespaceMismatch: the digest is known with another geometry.
+            BlockTooLarge: a block would not fit the largest slot.
+            UsageError: too many namespaces.
+        """
+        known = self._namespace_ids.get(info.digest)
+        if known is not None:
+            held = self._namespaces[known]
+            if (held.layers, held.layer_bytes) != (info.layers, info.layer_bytes):
+                raise NamespaceMismatch(
+                    f"namespace {info.digest.hex()} has blocks of {held.layers} layers x {held.layer_bytes} bytes here, "
+                    f"not {info.layers} x {info.layer_bytes}"
+                )
+            return known
+        if info.slot_bytes > self.allocator.chunk_bytes:
+            raise BlockTooLarge(
+                f"a block of {info.block_bytes} bytes and its {info.layers} checksums don't fit the largest slot of "
+                f"{self.allocator.chunk_bytes} bytes; use fewer tokens per block, or a larger --chunk on the server"
+            )
+        if len(self._namespaces) == NAMESPACES_MAX:
+            raise UsageError(f"this shard serves {NAMESPACES_MAX} namespaces already, its limit")
+        self._namespaces.append(info)
+        self._namespace_ids[info.digest] = len(self._namespaces) - 1
+        return len(self._namespaces) - 1
+
+    def namespace(self, number: int) -> NamespaceInfo:
+        """The namespace of that number.
+
+        Raises:
+            NamespaceMismatch: there is none.
+        """
+        if number >= len(self._namespaces):
+            raise NamespaceMismatch(f"unknown namespace number {number}; open the namespace first")
+        return self._namespaces[number]
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, request: KeyRequest) -> Rows:
+        """State, watermark and size of each key: `LOOKUP_ROW`, shape (n,). Changes nothing."""
+        self._check_namespace(request.namespace)
+        found = self._reader.probe(request.keys)
+        rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
+        rows["state"] = found.states
+        rows["layers_ready"] = found.layers_ready
+        rows["size"] = found.sizes
+        return rows
+
+    def lease(self, session: Session, request: KeyRequest, now_s: float) -> tuple[int, Rows]:
+        """Hold the blocks whose first `layers[1]` layers are there: lease number and `LEASE_ROW`, shape (n,)."""
+        info = self.namespace(request.namespace)
+        found = self._reader.probe(request.keys)
+        held = found.readable(request.namespace, request.layers[1], info.block_bytes)
+        rows = np.zeros(len(request.keys), dtype=LEASE_ROW)
+        rows["held"] = held
+        rows["layers_ready"] = found.layers_ready
+        rows["size"] = found.sizes
+        rows["handle"] = found.handles
+        rows["generation"] = found.generations
+        rows["offset"] = found.offsets
+        handles = found.handles[held]
+        np.add.at(self.blocks.holds, handles, 1)
+        self._touch(handles)
+        self._lease_number += 1
+        lease = _Lease(session, handles, now_s + _ttl_s(request.ttl_ms))
+        self._leases[self._lease_number] = lease
+        session.leases.add(self._lease_number)
+        heapq.heappush(self._lease_expiries, (lease.deadline_s, self._lease_number))
+        self.counters.leases += 1
+        return self._lease_number, rows
+
+    def renew(self, session: Session, leases: NDArray[np.uint64], ttl_ms: int, now_s: float) -> U8:
+        """Prolong leases: 1 = renewed, 0 = ran out or not yours. Shape (n,)."""
+        answers = np.zeros(len(leases), dtype=np.uint8)
+        for row, number in enumerate(leases.tolist()):
+            lease = self._leases.get(number)
+            if lease is None or lease.session is not session or lease.deadline_s <= now_s:
+                continue
+            lease.deadline_s = now_s + _ttl_s(ttl_ms)
+            heapq.heappush(self._lease_expiries, (lease.deadline_s, number))
+            answers[row] = 1
+        return answers
+
+    def release(self, session: Session, leases: NDArray[np.uint64], now_s: float) -> U8:
+        """End leases: 1 = it was valid until now, 0 = it had run out or is not yours. Shape (n,)."""
+        answers = np.zeros(len(leases), dtype=np.uint8)
+        for row, number in enumerate(leases.tolist()):
+            lease = self._leases.get(number)
+            if lease is None or lease.session is not session:
+                continue
+            answers[row] = lease.deadline_s > now_s
+            self._end_lease(number)
+        return answers
+
+    def touch(self, request: KeyRequest) -> U8:
+        """Count as used now: 1 = it is here. Shape (n,)."""
+        self._check_namespace(request.namespace)
+        found = self._reader.probe(request.keys)
+        committed = found.states == BlockState.COMMITTED
+        self._touch(found.handles[committed])
+        return committed.astype(np.uint8)
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def reserve(self, session: Session, request: KeyRequest, now_s: float) -> Rows:
+        """Give the caller a slot for every key that nobody has: `RESERVE_ROW`, shape (n,).
+
+        `status` is STORED where the slot is the caller's to fill, else EXISTS, PENDING or NO_ROOM.
+
+        Raises:
+            NamespaceMismatch: unknown namespace, or blocks of another size than it has.
+        """
+        info = self.namespace(request.namespace)
+        if request.size_bytes != info.block_bytes:
+            raise NamespaceMismatch(
+                f"blocks of {request.size_bytes} bytes; namespace {info.digest.hex()} has blocks of {info.block_bytes} bytes"
+            )
+        self.expire(now_s)
+        rows = np.zeros(len(request.keys), dtype=RESERVE_ROW)
+        found = self._reader.probe(request.keys)
+        states = found.states
+        strangers = np.flatnonzero((states != BlockState.ABSENT) & (found.namespaces != request.namespace))
+        if len(strangers):
+            owner = self._namespaces[int(found.namespaces[strangers[0]])]
+            raise NamespaceMismatch(
+                f"keys of another namespace: the first is key {strangers[0]} of this call, stored under {owner.digest.hex()} "
+                f"({owner.label})"
+            )
+        rows["status"][states == BlockState.COMMITTED] = PutStatus.EXISTS
+        rows["status"][states == BlockState.RESERVED] = PutStatus.PENDING
+        self.counters.duplicate_puts += int(np.count_nonzero(states))
+        absent = np.flatnonzero(states == BlockState.ABSENT)
+        fresh = absent[_first_of_each(request.keys[absent])]
+        rows["status"][np.setdiff1d(absent, fresh)] = PutStatus.PENDING
+        granted = self._reserve_fresh(session, request, info, fresh, rows, now_s)
+        refused = fresh[granted:]
+        rows["status"][refused] = PutStatus.NO_ROOM
+        self.counters.refused_puts += len(refused)
+        return rows
+
+    def _reserve_fresh(
+        self, session: Session, request: KeyRequest, info: NamespaceInfo, fresh: I64, rows: Rows, now_s: float
+    ) -> int:
+        """Reserve the first keys of `fresh` that there is room for; how many."""
+        offsets = self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), len(fresh))
+        count = min(len(offsets), self.blocks.available)
+        self.allocator.free(offsets[count:])
+        offsets = offsets[:count]
+        if not count:
+            return 0
+        chosen = fresh[:count]
+        handles = self.blocks.take(count)
+        generations = np.arange(self._generation, self._generation + count, dtype=np.uint64)
+        self._generation += count
+        sizes = np.full(count, info.block_bytes, dtype=np.int64)
+        try:
+            self._make_index_room(count)
+            self._index.insert(
+                request.keys[chosen], generations, offsets, sizes, handles, request.namespace, info.layers
+            )
+        except IndexFull:
+            self.allocator.free(offsets)
+            self.blocks.give_back(handles)
+            return 0
+        blocks = self.blocks
+        blocks.life[handles] = Life.RESERVED
+        blocks.offset[handles] = offsets
+        blocks.generation[handles] = generations
+        blocks.size[handles] = info.block_bytes
+        blocks.holds[handles] = 0
+        blocks.namespace[handles] = request.namespace
+        blocks.owner[handles] = session.number
+        rows["handle"][chosen] = handles
+        rows["generation"][chosen] = generations
+        rows["offset"][chosen] = offsets
+        self._reservation_number += 1
+        deadline_s = now_s + _ttl_s(request.ttl_ms)
+        heapq.heappush(self._reservation_expiries, (deadline_s, self._reservation_number, handles, generations))
+        self.counters.reserved_blocks += count
+        return count
+
+    def publish(self, session: Session, refs: Rows, layers_ready: int) -> U8:
+        """Move the watermark of reserved blocks forward: 1 = done, 0 = no longer yours. Shape (n,)."""
+        handles, mine = self._mine(session, refs, Life.RESERVED)
+        entries = self._index.read(handles[mine])
+        found = Probe(entries, handles[mine])
+        sane = (found.layers_ready <= layers_ready) & (layers_ready <= found.layers)
+        self._index.set_status(handles[mine][sane], BlockState.RESERVED, layers_ready)
+        answers = np.zeros(len(refs), dtype=np.uint8)
+        answers[np.flatnonzero(mine)[sane]] = 1
+        return answers
+
+    def commit(self, session: Session, refs: Rows) -> U8:
+        """Make reserved blocks complete and immutable: 1 = done, 0 = the reservation had ended. Shape (n,)."""
+        handles, mine = self._mine(session, refs, Life.RESERVED)
+        done = handles[mine]
+        layers = Probe(self._index.read(done), done).layers
+        self._index.set_status(done, BlockState.COMMITTED, layers)
+        self.blocks.life[done] = Life.COMMITTED
+        self.blocks.owner[done] = 0
+        self.policy.admit(done)
+        self.counters.committed_blocks += len(done)
+        self.counters.committed_bytes += int(self.blocks.size[done].sum())
+        self._end_quarantine(session, refs)
+        return mine.astype(np.uint8)
+
+    def abort(self, session: Session, refs: Rows) -> U8:
+        """Give reserved blocks back: 1 = done, 0 = the reservation had ended. Shape (n,)."""
+        handles, mine = self._mine(session, refs, Life.RESERVED)
+        self.counters.aborted_blocks += int(np.count_nonzero(mine))
+        # The writer itself says that it has stopped, so the slot need not be kept aside.
+        self.blocks.owner[handles[mine]] = 0
+        self._retire(handles[mine])
+        self._end_quarantine(session, refs)
+        return mine.astype(np.uint8)
+
+    def delete(self, request: KeyRequest) -> U8:
+        """Remove blocks, pinned ones too: 1 = it was here. Shape (n,). No later lookup finds them."""
+        self._check_namespace(request.namespace)
+        found = self._reader.probe(request.keys)
+        present = found.positions >= 0
+        handles = np.unique(found.handles[present])
+        self.counters.deleted_blocks += len(handles)
+        self._retire(handles)
+        return present.astype(np.uint8)
+
+    def pin(self, request: KeyRequest) -> U8:
+        """Pins are counted: flag 1 adds one, 0 takes one off. 1 = it is here. Shape (n,). Pinned blocks are not evicted."""
+        self._check_namespace(request.namespace)
+        found = self._reader.probe(request.keys)
+        committed = found.states == BlockState.COMMITTED
+        handles = np.unique(found.handles[committed])
+        pins = self.blocks.pins
+        if request.flag:
+            handles = handles[pins[handles] < np.iinfo(pins.dtype).max]
+            pins[handles] += 1
+        else:
+            handles = handles[pins[handles] > 0]
+            pins[handles] -= 1
+        return committed.astype(np.uint8)
+
+    def flush(self, digest: bytes) -> int:
+        """Remove every block of a namespace (empty digest: of all); how many."""
+        handles = self.blocks.select(Life.RESERVED, Life.COMMITTED)
+        if digest:
+            number = self._namespace_ids.get(digest)
+            if number is None:
+                return 0
+            handles = handles[self.blocks.namespace[handles] == number]
+        self.counters.deleted_blocks += len(handles)
+        self._retire(handles)
+        return len(handles)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> None:
+        """End what has run out by now."""
+        while self._lease_expiries and self._lease_expiries[0][0] <= now_s:
+            _, number = heapq.heappop(self._lease_expiries)
+            lease = self._leases.get(number)
+            if lease is not None and lease.deadline_s <= now_s:
+                self.counters.expired_leases += 1
+                self._end_lease(number)
+        while self._reservation_expiries and self._reservation_expiries[0][0] <= now_s:
+            _, _, handles, generations = heapq.heappop(self._reservation_expiries)
+            blocks = self.blocks
+            still = (blocks.life[handles] == Life.RESERVED) & (blocks.generation[handles] == generations)
+            self.counters.expired_reservations += int(np.count_nonzero(still))
+            self._retire(handles[still])
+
+    def note_report(self, amounts: dict[str, int]) -> None:
+        """Add what a client did without asking: reads through shared memory never pass here."""
+        for name, amount in amounts.items():
+            name = f"client_{name}"
+            setattr(self.counters, name, getattr(self.counters, name) + amount)
+
+    def note_warm(self, warm_bytes: int) -> None:
+        """Tell readers how much of the pool is present in memory."""
+        self._index.note_warm(warm_bytes)
+
+    # --- sight -------------------------------------------------------------------------------------------------------
+
+    @property
+    def index_fd(self) -> int:
+        """Descriptor of the index segment in use."""
+        return self._segment.fd
+
+    def accounting(self) -> dict[str, int]:
+        """Bytes of the pool: free + reserved + committed == capacity. Slots kept aside count as reserved, condemned ones as
+        committed."""
+        blocks = self.blocks
+        given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
+        slot_bytes = self.allocator.slot_bytes_of(blocks.offset[given_out])
+        writing = np.isin(blocks.life[given_out], (Life.RESERVED, Life.QUARANTINED))
+        return {
+            "free": self.allocator.free_bytes,
+            "reserved": int(slot_bytes[writing].sum()),
+            "committed": int(slot_bytes[~writing].sum()),
+            "capacity": self.allocator.capacity_bytes,
+        }
+
+    def namespaces(self) -> list[dict[str, int | str]]:
+        """Blocks and bytes of each namespace that has any."""
+        committed = self.blocks.select(Life.COMMITTED)
+        blocks = np.bincount(self.blocks.namespace[committed], minlength=len(self._namespaces))
+        return [
+            {
+                "digest": info.digest.hex(),
+                "label": info.label,
+                "blocks": int(count),
+                "bytes": int(count) * info.block_bytes,
+            }
+            for info, count in zip(self._namespaces, blocks.tolist(), strict=True)
+            if count
+        ]
+
+    def gauges(self) -> dict[str, int]:
+        """What is there now."""
+        blocks = self.blocks
+        used = len(blocks)
+        return {
+            "resident_blocks": len(blocks.select(Life.COMMITTED)),
+            "reserved_blocks_now": len(blocks.select(Life.RESERVED)),
+            "quarantined_blocks": len(blocks.select(Life.QUARANTINED)),
+            "condemned_blocks": len(blocks.select(Life.CONDEMNED)),
+            "held_blocks": int(np.count_nonzero(blocks.holds[:used])),
+            "pinned_blocks": int(np.count_nonzero(blocks.pins[:used])),
+            "leases_now": len(self._leases),
+            "index_slots": self._index.slots,
+            "index_bytes": index_bytes(self._index.buckets),
+        }
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _check_namespace(self, number: int) -> None:
+        # Keys of different namespaces never meet (each chain starts from its digest), so administration need not name one.
+        if number != ANY_NAMESPACE:
+            self.namespace(number)
+
+    def _mine(self, session: Session, refs: Rows, life: Life) -> tuple[I64, NDArray[np.bool_]]:
+        """Handles of refs, and which of them name a block in that state that this session reserved."""
+        handles = refs["handle"].astype(np.int64)
+        known = handles < len(self.blocks)
+        inside = np.where(known, handles, 0)
+        if not len(self.blocks):
+            return handles, known
+        blocks = self.blocks
+        mine = (
+            known
+            & (blocks.life[inside] == life)
+            & (blocks.generation[inside] == refs["generation"])
+            & (blocks.owner[inside] == session.number)
+        )
+        first = np.zeros(len(refs), dtype=np.bool_)
+        first[np.unique(handles, return_index=True)[1]] = True
+        return handles, mine & first
+
+    def _end_quarantine(self, session: Session, refs: Rows) -> None:
+        """The writer has reported on a reservation that had run out: it writes there no more."""
+        handles, late = self._mine(session, refs, Life.QUARANTINED)
+        self._let_go(handles[late])
+
+    def _retire(self, handles: I64) -> None:
+        """Take blocks out of the index, and their slots back as soon as nobody can touch them."""
+        if not len(handles):
+            return
+        blocks = self.blocks
+        self._index.remove(handles)
+        committed = handles[blocks.life[handles] == Life.COMMITTED]
+        self.policy.remove(committed)
+        writing = (blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] != 0)
+        blocks.life[handles[writing]] = Life.QUARANTINED
+        self._let_go(handles[~writing])
+
+    def _let_go(self, handles: I64) -> None:
+        """Free slots that are out of the index; those that readers hold wait for the last of them."""
+        blocks = self.blocks
+        held = blocks.holds[handles] > 0
+        blocks.life[handles[held]] = Life.CONDEMNED
+        free = handles[~held]
+        self.allocator.free(blocks.offset[free])
+        blocks.give_back(free)
+
+    def _end_lease(self, number: int) -> None:
+        lease = self._leases.pop(number)
+        lease.session.leases.discard(number)
+        blocks = self.blocks
+        np.subtract.at(blocks.holds, lease.handles, 1)
+        handles = np.unique(lease.handles)
+        self._let_go(handles[(blocks.life[handles] == Life.CONDEMNED) & (blocks.holds[handles] == 0)])
+
+    def _touch(self, handles: I64) -> None:
+        committed = handles[self.blocks.life[handles] == Life.COMMITTED]
+        _, first = np.unique(committed, return_index=True)
+        self.policy.touch(committed[np.sort(first)])
+
+    def _allocate(self, slot_bytes: int, count: int) -> I64:
+        """Up to `count` slots, evicting what the policy offers until there are enough or nothing may go."""
+        offsets = self.allocator.allocate(slot_bytes, count)
+        looks_left = 2 * len(self.policy)
+        while len(offsets) < count and looks_left > 0:
+            candidates = self.policy.candidates(count - len(offsets))
+            if not len(candidates):
+                break
+            looks_left -= len(candidates)
+            self._evict(candidates, slot_bytes)
+            offsets = np.concatenate([offsets, self.allocator.allocate(slot_bytes, count - len(offsets))])
+        return offsets
+
+    def _evict(self, candidates: I64, slot_bytes: int) -> None:
+        """Evict those that may go: blocks of the wanted slot size one by one, else the whole chunk of one of another size."""
+        blocks = self.blocks
+        loose = (blocks.holds[candidates] == 0) & (blocks.pins[candidates] == 0)
+        same = self.allocator.slot_bytes_of(blocks.offset[candidates]) == slot_bytes
+        self.policy.touch(candidates[~loose][::-1])
+        self._drop(candidates[loose & same])
+        others = candidates[loose & ~same]
+        if not len(others):
+            return
+        _, first_of_chunk = np.unique(self.allocator.chunk_of(blocks.offset[others]), return_index=True)
+        for handle in others[np.sort(first_of_chunk)][:CHUNKS_TRIED_MAX].tolist():
+            mates = self._chunk_mates(handle)
+            if mates is not None:
+                self.policy.restore(others[~np.isin(others, mates)])
+                self._drop(mates)
+                return
+        self.policy.touch(others[::-1])
+
+    def _chunk_mates(self, handle: int) -> I64 | None:
+        """All blocks in the chunk of this one, itself included; None if one of them must stay."""
+        blocks = self.blocks
+        given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
+        chunk = blocks.offset[handle] // self.allocator.chunk_bytes
+        mates = given_out[self.allocator.chunk_of(blocks.offset[given_out]) == chunk]
+        free_to_go = (blocks.life[mates] == Life.COMMITTED) & (blocks.holds[mates] == 0) & (blocks.pins[mates] == 0)
+        return mates if free_to_go.all() else None
+
+    def _drop(self, handles: I64) -> None:
+        self.counters.evicted_blocks += len(handles)
+        self.counters.evicted_bytes += int(self.blocks.size[handles].sum())
+        self._retire(handles)
+
+    def _use_index(self, entries: int) -> None:
+        buckets = buckets_for(entries)
+        self._segment = self._new_segment(index_bytes(buckets))
+        self._index = IndexWriter(self._segment.memory, buckets, handles=1024)
+        self._reader = IndexReader(self._segment.memory)
+
+    def _make_index_room(self, count: int) -> None:
+        """Move to a larger table before this one gets crowded. Readers see the old one retired and attach again."""
+        wanted = self._index.resident + count
+        if wanted <= self._index.slots * INDEX_LOAD_MAX:
+            return
+        old = self._index
+        self._use_index(2 * wanted)
+        old.move_to(self._index)
+        self.counters.index_resizes += 1
+
+
+def _ttl_s(ttl_ms: int) -> float:
+    return min(ttl_ms / 1000, TTL_S_MAX)
+
+
+def _first_of_each(keys: Rows) -> I64:
+    """Rows of the first occurrence of each key, ascending."""
+    if len(np.unique(keys["lo"])) == len(keys):
+        return np.arange(len(keys))
+    _, first = np.unique(keys, return_index=True)
+    return np.sort(first)

@@ -1,0 +1,197 @@
+"""A real `kvstore-server` for tests and benchmarks: free ports, folders of its own, and ways to hurt it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.02
+
+
+class ServerProcess:
+    """A server in processes of its own. Start it with `start` or as a context manager.
+
+    Args:
+        dram: size of the DRAM tier, as text.
+        folder: where data and sockets go; a temporary one unless given, removed at the end.
+        options: further settings of `kvstore-server`, underscores for dashes.
+    """
+
+    def __init__(self, dram: str = "256MiB", *, shards: int = 1, folder: Path | None = None, **options: object) -> None:
+        self._own_folder = folder is None
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="kvs-"))
+        self._settings: dict[str, object] = {"dram": dram, "shards": shards, **options}
+        self._ports: dict[str, object] = {"control_port": 0, "data_port": 0, "http_port": 0}
+        self._process: subprocess.Popen[str] | None = None
+        self.address = ""
+        self.data_address = ""
+        self.http_address = ""
+
+    def start(self) -> ServerProcess:
+        """Start and wait until it is ready. A second start reuses folder and ports: a restart."""
+        settings = {
+            "data_dir": self._folder / "data",
+            "runtime_dir": self._folder / "run",
+            **self._ports,
+            **self._settings,
+        }
+        flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore.server.cli", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        for name, endpoint in self._read_endpoints():
+            match name:
+                case "control":
+                    self.address = endpoint
+                case "data":
+                    self.data_address = endpoint
+                case _:
+                    self.http_address = endpoint
+            self._ports[f"{name}_port"] = int(endpoint.rpartition(":")[2])
+        return self
+
+    @property
+    def pid(self) -> int:
+        """Process id of the node."""
+        return self._running().pid
+
+    def pids(self) -> list[int]:
+        """The node and all its processes."""
+        return [self.pid, *_descendants(self.pid)]
+
+    def status(self) -> dict[str, Any]:
+        """What `/status` says."""
+        return json.loads(self.http("/status"))
+
+    def http(self, path: str) -> str:
+        """A page of the HTTP port."""
+        with urllib.request.urlopen(self.http_address + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def wait_warm(self, timeout_s: float = 300.0) -> None:
+        """Until every page of the pools is present, for measurements."""
+        _until(lambda: all(s["warm_bytes"] == s["pool_bytes"] for s in self.status()["shards"]), timeout_s, "warm")
+
+    def kill(self) -> None:
+        """SIGKILL to the node; its processes follow by themselves."""
+        pids = self.pids()
+        self._running().kill()
+        self._reap(pids)
+
+    def kill_shard(self, shard: int = 0) -> None:
+        """SIGKILL to one shard; the node starts it again."""
+        victim = self.shard_pid(shard)
+        os.kill(victim, signal.SIGKILL)
+
+    def shard_pid(self, shard: int = 0) -> int:
+        """Process id of a shard."""
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _descendants(self.pid)}
+        return sorted(pid for pid, name in names.items() if b"shard.process" in name)[shard]
+
+    def stop(self) -> int:
+        """A clean shutdown; the exit code."""
+        pids = self.pids()
+        self._running().terminate()
+        code = self._reap(pids)
+        return code
+
+    def freeze(self) -> None:
+        """SIGSTOP to all its processes."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT to all its processes."""
+        for pid in self.pids():
+            os.kill(pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Stop if it runs, and remove its folder."""
+        if self._process is not None:
+            self.thaw()
+            self.stop()
+        if self._own_folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> ServerProcess:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise RuntimeError("the server does not run")
+        return self._process
+
+    def _reap(self, pids: list[int]) -> int:
+        process = self._running()
+        try:
+            code = process.wait(STOP_TIMEOUT_S)
+        finally:
+            for pid in pids[1:]:
+                with contextlib.suppress(TimeoutError):
+                    _until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), STOP_TIMEOUT_S, f"end of process {pid}")
+            if process.stdout is not None:
+                process.stdout.close()
+            self._process = None
+        return code
+
+    def _read_endpoints(self) -> Iterator[tuple[str, str]]:
+        """The indented lines between the first one and `ready`."""
+        process = self._running()
+        assert process.stdout is not None
+        watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+        watchdog.start()
+        try:
+            for line in process.stdout:
+                if line == "ready\n":
+                    return
+                if line.startswith(" "):
+                    name, endpoint = line.split()
+                    yield name, endpoint
+        finally:
+            watchdog.cancel()
+        code = process.wait()
+        process.stdout.close()
+        self._process = None
+        raise RuntimeError(f"kvstore-server ended at its start with code {code}")
+
+
+def _descendants(pid: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # pid (name, which may hold anything) state parent ...
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for ancestor in found:
+        found += [child for child, parent in parents.items() if parent == ancestor]
+    return found[1:]
+
+
+def _until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() >= deadline_s:
+            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(POLL_S)

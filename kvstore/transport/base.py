@@ -1,0 +1,143 @@
+"""The port between the SDK and a shard, whatever carries the bytes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.namespace import Namespace
+from kvstore.transport.buffers import Blocks
+from kvstore.wire.messages import REPORT_FIELDS, U64
+
+Keys = NDArray[np.void]  # KEY_DTYPE, shape (n,)
+Mask = NDArray[np.bool_]
+U8 = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """State and watermark of n keys."""
+
+    states: U8
+    layers_ready: NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCounters:
+    """What one link has moved and met since it was made."""
+
+    lookup_blocks: int = 0
+    hit_blocks: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    lost_races: int = 0  # optimistic reads whose block was evicted meanwhile: read as a miss
+    checksum_failures: int = 0  # blocks whose bytes did not match: read as a miss
+    written_blocks: int = 0
+    written_bytes: int = 0
+
+
+class LinkMeter:
+    """Counts for one link, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters = LinkCounters()
+        self._reported = LinkCounters()
+
+    @property
+    def counters(self) -> LinkCounters:
+        """The totals so far."""
+        return self._counters
+
+    def add(self, **amounts: int) -> None:
+        """Add to some of the counters."""
+        with self._lock:
+            now = asdict(self._counters)
+            self._counters = LinkCounters(**{**now, **{name: now[name] + amount for name, amount in amounts.items()}})
+
+    def take_report(self) -> bytes:
+        """Body of a REPORT: what happened since the last one."""
+        with self._lock:
+            before, self._reported = self._reported, self._counters
+        now = self._reported
+        return np.array([getattr(now, name) - getattr(before, name) for name in REPORT_FIELDS], dtype=U64).tobytes()
+
+
+class HeldBlocks(Protocol):
+    """Blocks under a lease."""
+
+    held: Mask  # shape (n,)
+
+    def block(self, row: int) -> NDArray[np.uint8]:
+        """Read-only bytes of one block that is held."""
+        ...
+
+    def renew(self, ttl_s: float, timeout_s: float) -> bool:
+        """Prolong; False when the lease has run out."""
+        ...
+
+    def release(self, timeout_s: float) -> bool:
+        """Give back; False when the lease had run out before: what was read under it may be another block's bytes."""
+        ...
+
+
+class ShardLink(Protocol):
+    """One client's way to one shard. Batches only; every call returns within its timeout.
+
+    A call raises `Unavailable` (or `DeadlineExceeded`) when the shard can't be reached in time, and the link is then
+    unusable: make a new one. Wrong input raises a `UsageError`. A miss is an answer.
+    `kvstore.testing.conformance.LinkConformance` is the suite to pass.
+    """
+
+    transport: str
+    boot_id: str
+    meter: LinkMeter
+
+    @property
+    def usable(self) -> bool:
+        """False once the shard has gone, been restarted, or a call has failed."""
+        ...
+
+    def open(self, namespace: Namespace, timeout_s: float) -> None:
+        """Announce the namespace that all later calls are about."""
+        ...
+
+    def lookup(self, keys: Keys, timeout_s: float) -> Lookup:
+        """Which keys are there. Changes nothing."""
+        ...
+
+    def fetch(self, keys: Keys, into: Blocks, layers: tuple[int, int], timeout_s: float) -> Mask:
+        """Copy layers [a, b) of each block that has them; which blocks were filled. The rest of `into` is undefined."""
+        ...
+
+    def store(self, keys: Keys, blocks: Blocks, timeout_s: float) -> U8:
+        """Write whole blocks that nobody has: `PutStatus` of each."""
+        ...
+
+    def lease(self, keys: Keys, ttl_s: float, timeout_s: float) -> HeldBlocks:
+        """Hold committed blocks for that long."""
+        ...
+
+    def delete(self, keys: Keys, timeout_s: float) -> Mask:
+        """Remove; which were there."""
+        ...
+
+    def pin(self, keys: Keys, on: bool, timeout_s: float) -> Mask:
+        """Add or take off a pin; which are there."""
+        ...
+
+    def touch(self, keys: Keys, timeout_s: float) -> Mask:
+        """Count as used now; which are there."""
+        ...
+
+    def report(self, timeout_s: float) -> None:
+        """Tell the shard what this link did since the last report, for the server's metrics."""
+        ...
+
+    def close(self) -> None:
+        """End the session: its leases and reservations end too."""
+        ...

@@ -1,0 +1,181 @@
+"""The caller's memory: what may be handed in as blocks, checked once, then only addresses and offsets.
+
+Blocks come as one contiguous array of n blocks, as a sequence of n buffers, or as offsets into a registered buffer. The
+first and the last are a `Region` (one memory, n offsets), which is copied run by run; a sequence is `Pieces`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import LayoutMismatch, UnregisteredBuffer, UsageError
+
+I64 = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+_RAW_DTYPES = {"uint8", "int8", "bytes8"}
+# numpy has no bfloat16 or float8 of its own; they travel as unsigned integers of the same width.
+_CARRIERS = {"bfloat16": {"uint16"}, "float8_e4m3fn": set[str](), "float8_e5m2": set[str]()}
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """n blocks inside one memory."""
+
+    memory: Bytes
+    offsets: I64  # of each block, shape (n,)
+    keep: object = None  # what owns the memory
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def take(self, rows: I64) -> Region:
+        """The same memory, some of the blocks."""
+        return Region(self.memory, self.offsets[rows], self.keep)
+
+    def piece(self, row: int, size_bytes: int) -> memoryview:
+        """Memory of one block."""
+        start = int(self.offsets[row])
+        return memoryview(self.memory)[start : start + size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """n blocks in n memories."""
+
+    memories: tuple[Bytes, ...]
+    keep: object = None
+
+    def __len__(self) -> int:
+        return len(self.memories)
+
+    def take(self, rows: I64) -> Pieces:
+        """Some of the blocks."""
+        return Pieces(tuple(self.memories[row] for row in rows.tolist()), self.keep)
+
+    def piece(self, row: int, size_bytes: int) -> memoryview:
+        """Memory of one block."""
+        return memoryview(self.memories[row])[:size_bytes]
+
+
+Blocks = Region | Pieces
+
+
+class RegisteredBuffer:
+    """A buffer that the client has checked and may use again and again by offset. `close` ends that.
+
+    Args:
+        buffer: contiguous, writable: numpy array, torch CPU tensor, bytearray or memoryview.
+    """
+
+    def __init__(self, buffer: object, dtype: str) -> None:
+        self.memory, self._keep = as_bytes(buffer, "buffer", dtype, writable=True)
+        self._open = True
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return len(self.memory)
+
+    def close(self) -> None:
+        """Unregister: later transfers that name it are refused."""
+        self._open = False
+
+    def at(self, offsets: object, count: int, size_bytes: int) -> Region:
+        """Blocks of that size at these byte offsets.
+
+        Raises:
+            UnregisteredBuffer: unregistered, or an offset reaches outside.
+            UsageError: not `count` integer offsets.
+        """
+        if not self._open:
+            raise UnregisteredBuffer("the buffer was unregistered; register it again before a transfer names it")
+        array = np.asarray(offsets)
+        if array.dtype.kind not in "iu" or array.shape != (count,):
+            raise UsageError(
+                f"offsets of shape {array.shape} and dtype {array.dtype}: {count} integers are needed, one per key"
+            )
+        array = array.astype(np.int64)
+        if count and (array.min() < 0 or int(array.max()) + size_bytes > self.nbytes):
+            raise UnregisteredBuffer(
+                f"offsets from {array.min()} to {array.max()} with {size_bytes} bytes each reach outside the registered "
+                f"{self.nbytes} bytes"
+            )
+        return Region(self.memory, array, self)
+
+
+def as_blocks(value: object, count: int, size_bytes: int, name: str, dtype: str, *, writable: bool) -> Blocks:
+    """The caller's n blocks of `size_bytes` each.
+
+    Raises:
+        LayoutMismatch: wrong size, shape or dtype, or not contiguous.
+        UsageError: not a buffer at all, read-only where it is written to, or not in host memory.
+    """
+    if _is_sequence(value):
+        items = cast("Sequence[object]", value)
+        if len(items) != count:
+            raise LayoutMismatch(f"{name}: {len(items)} buffers for {count} keys")
+        checked = [as_bytes(item, f"{name}[{row}]", dtype, writable=writable) for row, item in enumerate(items)]
+        for row, (memory, _) in enumerate(checked):
+            if len(memory) != size_bytes:
+                raise LayoutMismatch(f"{name}[{row}]: {len(memory)} bytes; a block here has {size_bytes} bytes")
+        return Pieces(tuple(memory for memory, _ in checked), items)
+    memory, keep = as_bytes(value, name, dtype, writable=writable)
+    if len(memory) != count * size_bytes:
+        raise LayoutMismatch(
+            f"{name}: {len(memory)} bytes for {count} keys of {size_bytes} bytes each ({count * size_bytes} in all)"
+        )
+    return Region(memory, np.arange(count, dtype=np.int64) * size_bytes, keep)
+
+
+def as_bytes(value: object, name: str, dtype: str, *, writable: bool) -> tuple[Bytes, object]:
+    """A contiguous buffer as uint8 of shape (nbytes,), and the object that owns the memory."""
+    if hasattr(value, "data_ptr") and hasattr(value, "is_contiguous"):
+        return _tensor_bytes(value, name, dtype)
+    try:
+        array = (
+            np.asarray(value) if isinstance(value, np.ndarray) else np.frombuffer(cast("Any", value), dtype=np.uint8)
+        )
+    except (TypeError, ValueError, BufferError) as cause:
+        raise UsageError(
+            f"{name}: {type(value).__name__} is no contiguous buffer; pass an array, tensor or bytes-like object"
+        ) from cause
+    if array.dtype.hasobject:
+        raise LayoutMismatch(f"{name}: an array of Python objects holds no bytes")
+    _check_dtype(array.dtype.name, name, dtype)
+    if not array.flags.c_contiguous:
+        raise LayoutMismatch(f"{name}: the array is not C-contiguous (shape {array.shape}, strides {array.strides})")
+    if writable and not array.flags.writeable:
+        raise UsageError(f"{name}: the buffer is read-only")
+    return array.reshape(-1).view(np.uint8), value
+
+
+def _tensor_bytes(tensor: Any, name: str, dtype: str) -> tuple[Bytes, object]:
+    if tensor.device.type != "cpu":
+        raise UsageError(f"{name}: a tensor on {tensor.device}; only host memory is reached here")
+    if not tensor.is_contiguous():
+        raise LayoutMismatch(
+            f"{name}: the tensor is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
+        )
+    _check_dtype(str(tensor.dtype).removeprefix("torch."), name, dtype)
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return np.zeros(0, dtype=np.uint8), tensor
+    raw = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(raw, dtype=np.uint8), tensor
+
+
+def _check_dtype(found: str, name: str, dtype: str) -> None:
+    if found in _RAW_DTYPES or found == dtype or found.startswith("void") or found in _CARRIERS.get(dtype, ()):
+        return
+    raise LayoutMismatch(f"{name}: dtype {found}; this namespace holds {dtype} (raw bytes as uint8 are welcome)")
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, (list, tuple))

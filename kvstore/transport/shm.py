@@ -1,0 +1,439 @@
+"""The link over shared memory: probe and copy without asking anyone, a local socket for what changes state.
+
+A read asks the index, copies, and asks again whether the entry still stands. Only when it lost that race does it look up
+once more; a second loss is a miss.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import ProtocolError, Unavailable
+from kvstore.core.namespace import Namespace
+from kvstore.core.states import PutStatus
+from kvstore.index import IndexReader
+from kvstore.transport.base import Keys, LinkMeter, Lookup, Mask, U8
+from kvstore.transport.buffers import Blocks, Region
+from kvstore.transport.channel import Channel, Deadline, Stream
+from kvstore.transport.copying import copy_blocks
+from kvstore.transport.memory import map_segment, prefault
+from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
+from kvstore.wire.frames import PROTOCOL_VERSION, Op
+from kvstore.wire.messages import (
+    KEYS_MAX,
+    LEASE_ROW,
+    LOOKUP_ROW,
+    REF,
+    RESERVE_ROW,
+    KeyRequest,
+    LeaseRequest,
+    RefRequest,
+    decode_json,
+    decode_rows,
+    encode_json,
+)
+
+RESERVATION_TTL_S = 30.0
+_FDS = 4
+_PEER_CREDENTIALS = struct.Struct("3i")
+_TICK_SHIFT = 27  # touch-board ticks of 2**27 ns, about 0.13 s
+_WARM_PIECE_BYTES = 16 << 20
+_WARM_PAUSE_S = 0.2
+# Elsewhere than on x86-64 loads may be seen out of order, and a generation read after the bytes proves nothing.
+ORDERED_LOADS = platform.machine() in {"x86_64", "AMD64"}
+
+
+def connect_local(socket_path: str, deadline: Deadline) -> Channel:
+    """A session with a shard of this host.
+
+    Raises:
+        Unavailable: no such socket, nobody listens, or it belongs to another user.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(deadline.left_s(), 0.001))
+        sock.connect(socket_path)
+        sock.settimeout(None)
+        _, uid, _ = _PEER_CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
+        )
+    except OSError as cause:
+        sock.close()
+        raise Unavailable(f"local shard {socket_path}: {cause.strerror or cause}") from cause
+    if uid not in (0, os.geteuid()):
+        sock.close()
+        raise Unavailable(f"local shard {socket_path} belongs to user {uid}, not to us or root: not trusted")
+    return Channel(Stream(sock, f"local shard {os.path.basename(socket_path)}"))
+
+
+class SharedShard:
+    """The memory of one shard, mapped into this process: index (read-only), pool, touch board. Threads may share it."""
+
+    def __init__(self, channel: Channel, deadline: Deadline) -> None:
+        described, fds = _attach(channel, deadline)
+        try:
+            index_fd, pool_read_only_fd, pool_fd, touch_fd = fds
+            self.boot_id = str(described["boot_id"])
+            self.index = IndexReader(map_segment(index_fd, writable=False))
+            # Two mappings of one pool: what is handed out as a view can't be written through, by the processor's own check.
+            self.pool_read_only = map_segment(pool_read_only_fd, writable=False)
+            self.pool = map_segment(pool_fd, writable=True)
+            self.touch_board: NDArray[np.uint32] = map_segment(touch_fd, writable=True).view(np.uint32)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._growing = threading.Lock()
+
+    def current_index(self, channel: Channel, deadline: Deadline) -> IndexReader:
+        """The index in force; attaches again when the shard has moved to a larger one."""
+        index = self.index
+        if not index.retired:
+            return index
+        with self._growing:
+            if self.index.retired:
+                _, fds = _attach(channel, deadline)
+                try:
+                    self.index = IndexReader(map_segment(fds[0], writable=False))
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            return self.index
+
+    def note_use(self, handles: NDArray[np.int64]) -> None:
+        """Leave the trace of a read that the shard never hears of."""
+        self.touch_board[handles] = (time.monotonic_ns() >> _TICK_SHIFT) & 0xFFFFFFFF
+
+    def warm_up(self, stop: threading.Event) -> None:
+        """Make the pages of the mappings present as far as the shard has them, so that copies don't pay for page faults.
+
+        Never ahead of the shard: the first toucher of a page is charged with it, and that should be the server.
+        """
+        done = 0
+        while done < len(self.pool) and not stop.is_set():
+            end = min(self.index.warm_bytes, done + _WARM_PIECE_BYTES)
+            if end <= done:
+                stop.wait(_WARM_PAUSE_S)
+                continue
+            prefault(self.pool_read_only[done:end])
+            prefault(self.pool[done:end])
+            done = end
+
+
+class ShardCalls:
+    """The operations of a shard, as typed calls over its local socket."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def open(self, namespace: dict[str, Any], deadline: Deadline) -> int:
+        """Number of a namespace."""
+        return int.from_bytes(self.channel.call(Op.OPEN, encode_json(namespace), deadline), "little")
+
+    def reserve(self, request: KeyRequest, deadline: Deadline) -> NDArray[np.void]:
+        """`RESERVE_ROW` of each key."""
+        return decode_rows(self.channel.call(Op.RESERVE, request.encode(), deadline), RESERVE_ROW, len(request.keys))
+
+    def settle(self, op: Op, rows: NDArray[np.void], deadline: Deadline) -> Mask:
+        """COMMIT or ABORT of reserved rows; for which it came in time."""
+        refs = np.zeros(len(rows), dtype=REF)
+        refs["handle"] = rows["handle"]
+        refs["generation"] = rows["generation"]
+        answer = self.channel.call(op, RefRequest(refs).encode(), deadline)
+        return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
+
+    def lease(self, request: KeyRequest, deadline: Deadline) -> tuple[int, NDArray[np.void]]:
+        """Lease number and `LEASE_ROW` of each key."""
+        answer = self.channel.call(Op.LEASE, request.encode(), deadline)
+        return int.from_bytes(answer[:8], "little"), decode_rows(answer, LEASE_ROW, len(request.keys), offset=8)
+
+    def renew(self, lease: int, ttl_s: float, deadline: Deadline) -> bool:
+        """Prolong; False when it had run out."""
+        request = LeaseRequest(np.array([lease], dtype=np.uint64), _ms(ttl_s))
+        return self.channel.call(Op.RENEW, request.encode(), deadline) == b"\x01"
+
+    def release(self, lease: int, deadline: Deadline) -> bool:
+        """Give back; False when it had run out."""
+        request = LeaseRequest(np.array([lease], dtype=np.uint64))
+        return self.channel.call(Op.RELEASE, request.encode(), deadline) == b"\x01"
+
+    def ask(self, op: Op, request: KeyRequest, deadline: Deadline) -> Mask:
+        """DELETE, PIN or TOUCH: which keys were there."""
+        return np.frombuffer(self.channel.call(op, request.encode(), deadline), dtype=np.bool_, count=len(request.keys))
+
+    def lookup(self, request: KeyRequest, deadline: Deadline) -> NDArray[np.void]:
+        """`LOOKUP_ROW` of each key."""
+        return decode_rows(self.channel.call(Op.LOOKUP, request.encode(), deadline), LOOKUP_ROW, len(request.keys))
+
+    def stats(self, deadline: Deadline) -> dict[str, Any]:
+        """Everything the shard says about itself."""
+        return decode_json(self.channel.call(Op.STATS, b"", deadline))
+
+    def flush(self, digest: bytes, deadline: Deadline) -> int:
+        """Remove a namespace's blocks, or all with an empty digest; how many."""
+        return int.from_bytes(self.channel.call(Op.FLUSH, digest, deadline), "little")
+
+
+class LocalSession(ShardCalls):
+    """A session that also has the shard's memory: what a client's link and the workers of the data port stand on."""
+
+    def __init__(self, channel: Channel, shared: SharedShard) -> None:
+        super().__init__(channel)
+        self.shared = shared
+
+    def index(self, deadline: Deadline) -> IndexReader:
+        """The index in force."""
+        return self.shared.current_index(self.channel, deadline)
+
+
+class SharedMemoryLink:
+    """`ShardLink` over shared memory.
+
+    Args:
+        socket_path: the shard's local socket.
+        checksums: also write and verify the sums of layer slices. Memory has its own protection, so this is off by default.
+    """
+
+    transport = "shm"
+
+    def __init__(self, socket_path: str, *, timeout_s: float, checksums: bool = False) -> None:
+        deadline = Deadline(timeout_s)
+        channel = connect_local(socket_path, deadline)
+        try:
+            self._shared = SharedShard(channel, deadline)
+        except BaseException:
+            channel.close()
+            raise
+        self._session = LocalSession(channel, self._shared)
+        self._checksums = checksums
+        self._namespace: Namespace | None = None
+        self._number = 0
+        self._closed = threading.Event()
+        self.meter = LinkMeter()
+        self.boot_id = self._shared.boot_id
+        threading.Thread(target=self._shared.warm_up, args=(self._closed,), name="kvstore-warm-up", daemon=True).start()
+
+    @property
+    def usable(self) -> bool:
+        return self._session.channel.usable
+
+    def open(self, namespace: Namespace, timeout_s: float) -> None:
+        self._number = self._session.open(describe(namespace), Deadline(timeout_s))
+        self._namespace = namespace
+
+    def lookup(self, keys: Keys, timeout_s: float) -> Lookup:
+        self._require_usable()
+        found = self._session.index(Deadline(timeout_s)).probe(keys)
+        states = found.states_in(self._number)
+        self.meter.add(lookup_blocks=len(keys), hit_blocks=int(np.count_nonzero(states)))
+        return Lookup(states, found.layers_ready)
+
+    def fetch(self, keys: Keys, into: Blocks, layers: tuple[int, int], timeout_s: float) -> Mask:
+        self._require_usable()
+        deadline = Deadline(timeout_s)
+        filled = np.zeros(len(keys), dtype=np.bool_)
+        rows = np.arange(len(keys))
+        for _ in range(2):
+            good, lost = self._read(keys, rows, into, layers, deadline)
+            filled[good] = True
+            rows = lost
+            if not len(rows):
+                break
+        good = int(np.count_nonzero(filled))
+        size = (layers[1] - layers[0]) * self._opened().layer_bytes
+        self.meter.add(read_blocks=good, read_bytes=good * size, lost_races=len(rows))
+        return filled
+
+    def store(self, keys: Keys, blocks: Blocks, timeout_s: float) -> U8:
+        self._require_usable()
+        deadline = Deadline(timeout_s)
+        statuses = np.empty(len(keys), dtype=np.uint8)
+        for first in range(0, len(keys), KEYS_MAX):
+            part = np.arange(first, min(first + KEYS_MAX, len(keys)))
+            statuses[part] = self._store(keys[part], blocks.take(part), deadline)
+        written = int(np.count_nonzero(statuses == PutStatus.STORED))
+        self.meter.add(written_blocks=written, written_bytes=written * self._opened().block_bytes)
+        return statuses
+
+    def lease(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedHeldBlocks:
+        self._require_usable()
+        namespace = self._opened()
+        request = KeyRequest(self._number, keys, layers=(0, namespace.layers), ttl_ms=_ms(ttl_s))
+        number, rows = self._session.lease(request, Deadline(timeout_s))
+        return SharedHeldBlocks(self._session, number, rows, self._shared.pool_read_only)
+
+    def delete(self, keys: Keys, timeout_s: float) -> Mask:
+        return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))
+
+    def pin(self, keys: Keys, on: bool, timeout_s: float) -> Mask:
+        return self._session.ask(Op.PIN, KeyRequest(self._number, keys, flag=int(on)), Deadline(timeout_s))
+
+    def touch(self, keys: Keys, timeout_s: float) -> Mask:
+        return self._session.ask(Op.TOUCH, KeyRequest(self._number, keys), Deadline(timeout_s))
+
+    def report(self, timeout_s: float) -> None:
+        self._session.channel.call(Op.REPORT, self.meter.take_report(), Deadline(timeout_s))
+
+    def close(self) -> None:
+        self._closed.set()
+        self._session.channel.close()
+
+    def _read(
+        self, keys: Keys, rows: NDArray[np.int64], into: Blocks, layers: tuple[int, int], deadline: Deadline
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Copy what is there; rows that were filled, and rows that lost a race and may be tried again."""
+        namespace = self._opened()
+        index = self._session.index(deadline)
+        if not ORDERED_LOADS:
+            return self._read_leased(keys, rows, into, layers, deadline), np.zeros(0, dtype=np.int64)
+        probe = index.probe(keys[rows])
+        there = np.flatnonzero(probe.readable(self._number, layers[1], namespace.block_bytes))
+        if not len(there):
+            return there, there
+        offsets = probe.offsets[there]
+        self._copy_out(into, rows[there], offsets, layers)
+        standing = index.unchanged(probe, there)
+        self._shared.note_use(probe.handles[there])
+        good = there[standing]
+        if self._checksums:
+            good = good[self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)]
+        return rows[good], rows[there[~standing]]
+
+    def _read_leased(
+        self, keys: Keys, rows: NDArray[np.int64], into: Blocks, layers: tuple[int, int], deadline: Deadline
+    ) -> NDArray[np.int64]:
+        request = KeyRequest(self._number, keys[rows], layers=layers, ttl_ms=_ms(RESERVATION_TTL_S))
+        number, answer = self._session.lease(request, deadline)
+        there = np.flatnonzero(answer["held"])
+        self._copy_out(into, rows[there], answer["offset"][there].astype(np.int64), layers)
+        return rows[there] if self._session.release(number, deadline) else there[:0]
+
+    def _copy_out(
+        self, into: Blocks, rows: NDArray[np.int64], offsets: NDArray[np.int64], layers: tuple[int, int]
+    ) -> None:
+        layer_bytes = self._opened().layer_bytes
+        start, size = layers[0] * layer_bytes, (layers[1] - layers[0]) * layer_bytes
+        pool = self._shared.pool_read_only
+        if isinstance(into, Region):
+            copy_blocks(into.memory, into.offsets[rows], pool, offsets + start, size)
+            return
+        for row, offset in zip(rows.tolist(), (offsets + start).tolist(), strict=True):
+            np.copyto(into.memories[row][:size], pool[offset : offset + size])
+
+    def _verified(
+        self,
+        into: Blocks,
+        rows: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        generations: NDArray[np.uint64],
+        layers: tuple[int, int],
+    ) -> Mask:
+        """Which of the copied blocks match their sums. Blocks without sums count as matching."""
+        namespace = self._opened()
+        trailers = read_trailers(self._shared.pool_read_only, offsets, namespace.block_bytes, namespace.layers)
+        size = (layers[1] - layers[0]) * namespace.layer_bytes
+        matching = np.ones(len(rows), dtype=np.bool_)
+        for place in np.flatnonzero(trailers[:, 0] == generations).tolist():
+            sums = sums_of(into.piece(int(rows[place]), size), namespace.layer_bytes)
+            matching[place] = trailers[place, 1 + layers[0] : 1 + layers[1]].tolist() == sums
+        self.meter.add(checksum_failures=int(np.count_nonzero(~matching)))
+        return matching
+
+    def _store(self, keys: Keys, blocks: Blocks, deadline: Deadline) -> U8:
+        size = self._opened().block_bytes
+        request = KeyRequest(self._number, keys, ttl_ms=_ms(RESERVATION_TTL_S), size_bytes=size)
+        rows = self._session.reserve(request, deadline)
+        statuses = rows["status"].copy()
+        mine = np.flatnonzero(statuses == PutStatus.STORED)
+        if not len(mine):
+            return statuses
+        try:
+            self._copy_in(rows[mine], blocks.take(mine))
+        except BaseException:
+            self._session.settle(Op.ABORT, rows[mine], deadline)
+            raise
+        done = self._session.settle(Op.COMMIT, rows[mine], deadline)
+        statuses[mine[~done]] = PutStatus.FAILED
+        return statuses
+
+    def _copy_in(self, rows: NDArray[np.void], blocks: Blocks) -> None:
+        namespace = self._opened()
+        size = namespace.block_bytes
+        pool = self._shared.pool
+        offsets = rows["offset"].astype(np.int64)
+        if isinstance(blocks, Region):
+            copy_blocks(pool, offsets, blocks.memory, blocks.offsets, size)
+        else:
+            for memory, offset in zip(blocks.memories, offsets.tolist(), strict=True):
+                np.copyto(pool[offset : offset + size], memory)
+        if self._checksums:
+            sums = [sums_of(blocks.piece(row, size), namespace.layer_bytes) for row in range(len(rows))]
+            write_trailers(pool, offsets, size, rows["generation"], np.array(sums, dtype=np.uint64))
+
+    def _require_usable(self) -> None:
+        # Committed blocks of a dead shard would still be readable here. They are not served: its successor knows better.
+        if not self.usable:
+            raise Unavailable(f"{self._session.channel.stream.peer} is gone")
+
+    def _opened(self) -> Namespace:
+        if self._namespace is None:
+            raise ProtocolError("open a namespace before anything else")
+        return self._namespace
+
+
+class SharedHeldBlocks:
+    """Blocks under a lease, in the shard's own memory."""
+
+    def __init__(self, session: LocalSession, lease: int, rows: NDArray[np.void], pool: NDArray[np.uint8]) -> None:
+        self._session = session
+        self._lease = lease
+        self._pool = pool
+        self._offsets: list[int] = rows["offset"].tolist()
+        self._sizes: list[int] = rows["size"].tolist()
+        self.held: Mask = rows["held"] == 1
+
+    def block(self, row: int) -> NDArray[np.uint8]:
+        offset = self._offsets[row]
+        return self._pool[offset : offset + self._sizes[row]]
+
+    def renew(self, ttl_s: float, timeout_s: float) -> bool:
+        return self._session.renew(self._lease, ttl_s, Deadline(timeout_s))
+
+    def release(self, timeout_s: float) -> bool:
+        return self._session.release(self._lease, Deadline(timeout_s))
+
+
+def describe(namespace: Namespace) -> dict[str, Any]:
+    """What a shard is told of a namespace: no salt, no token."""
+    return {
+        "digest": namespace.digest.hex(),
+        "layers": namespace.layers,
+        "layer_bytes": namespace.layer_bytes,
+        "label": f"{namespace.model}@{namespace.revision} {namespace.dtype} {namespace.block_tokens} tokens",
+    }
+
+
+def _attach(channel: Channel, deadline: Deadline) -> tuple[dict[str, Any], list[int]]:
+    with channel.exchange(deadline) as exchange:
+        exchange.send(Op.ATTACH, encode_json({"version": PROTOCOL_VERSION}))
+        body, fds = exchange.reply_with_fds(_FDS)
+    described = decode_json(body)
+    if described.get("version") != PROTOCOL_VERSION or len(fds) != _FDS:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(
+            f"the shard speaks protocol version {described.get('version')}, we speak {PROTOCOL_VERSION}"
+        )
+    return described, fds
+
+
+def _ms(seconds: float) -> int:
+    return max(1, int(seconds * 1000))

@@ -1,0 +1,179 @@
+"""Bodies of the data protocol: three request shapes and one row type per kind of answer, all fixed-width.
+
+A batch is one numpy array, so hundreds of keys are encoded and decoded in a few steps. `decode` checks every length before
+it looks at the content; what doesn't fit is a `ProtocolError`.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.core.errors import ProtocolError
+from kvstore.core.keys import KEY_DTYPE
+
+KEYS_MAX = 16384
+ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is meant
+
+LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
+RESERVE_ROW = np.dtype([("status", "u1"), ("pad", "V3"), ("handle", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
+LEASE_ROW = np.dtype(
+    [
+        ("held", "u1"),
+        ("pad", "u1"),
+        ("layers_ready", "<u2"),
+        ("size", "<u4"),
+        ("handle", "<u4"),
+        ("pad2", "V4"),
+        ("generation", "<u8"),
+        ("offset", "<u8"),
+    ]
+)
+FETCH_ROW = np.dtype([("found", "u1"), ("pad", "V3"), ("bytes", "<u4")])
+REF = np.dtype([("handle", "<u4"), ("pad", "V4"), ("generation", "<u8")])
+REPORT_FIELDS = (  # of a REPORT, uint64 each
+    "lookup_blocks",
+    "hit_blocks",
+    "read_blocks",
+    "read_bytes",
+    "lost_races",
+    "checksum_failures",
+)
+U64 = np.dtype("<u8")
+
+_KEY_HEAD = struct.Struct("<HHHHIIQ")
+_REF_HEAD = struct.Struct("<HHI")
+_LEASE_HEAD = struct.Struct("<II")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRequest:
+    """A request about keys of one namespace. Which fields count depends on the operation."""
+
+    namespace: int  # number that OPEN gave
+    keys: NDArray[np.void]  # KEY_DTYPE, shape (n,)
+    layers: tuple[int, int] = (0, 0)  # FETCH, LEASE: half-open range
+    flag: int = 0  # PIN: 1 on, 0 off
+    ttl_ms: int = 0  # RESERVE, LEASE
+    size_bytes: int = 0  # RESERVE: payload bytes of each block
+
+    def encode(self) -> bytes:
+        """The body."""
+        head = _KEY_HEAD.pack(self.namespace, *self.layers, self.flag, self.ttl_ms, len(self.keys), self.size_bytes)
+        return head + self.keys.tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> KeyRequest:
+        """Read a body.
+
+        Raises:
+            ProtocolError: wrong length, or more than KEYS_MAX keys.
+        """
+        namespace, first, end, flag, ttl_ms, count, size_bytes = _unpack(_KEY_HEAD, body)
+        if count > KEYS_MAX:
+            raise ProtocolError(f"{count} keys in one message; at most {KEYS_MAX}")
+        keys = _array(body, _KEY_HEAD.size, KEY_DTYPE, count, exact=True)
+        return cls(namespace, keys, (first, end), flag, ttl_ms, size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RefRequest:
+    """A request about blocks that the sender has reserved, named by handle and generation."""
+
+    refs: NDArray[np.void]  # REF, shape (n,)
+    namespace: int = 0  # WRITE
+    layers_ready: int = 0  # PUBLISH
+
+    def encode(self) -> bytes:
+        """The body."""
+        return _REF_HEAD.pack(self.layers_ready, self.namespace, len(self.refs)) + self.refs.tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> RefRequest:
+        """Read a body.
+
+        Raises:
+            ProtocolError: wrong length, or more than KEYS_MAX blocks.
+        """
+        layers_ready, namespace, count = _unpack(_REF_HEAD, body)
+        if count > KEYS_MAX:
+            raise ProtocolError(f"{count} blocks in one message; at most {KEYS_MAX}")
+        return cls(_array(body, _REF_HEAD.size, REF, count, exact=True), namespace, layers_ready)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequest:
+    """RENEW or RELEASE of leases."""
+
+    leases: NDArray[np.uint64]
+    ttl_ms: int = 0
+
+    def encode(self) -> bytes:
+        """The body."""
+        return _LEASE_HEAD.pack(self.ttl_ms, len(self.leases)) + self.leases.tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> LeaseRequest:
+        """Read a body.
+
+        Raises:
+            ProtocolError: wrong length.
+        """
+        ttl_ms, count = _unpack(_LEASE_HEAD, body)
+        return cls(cast("NDArray[np.uint64]", _array(body, _LEASE_HEAD.size, U64, count, exact=True)), ttl_ms)
+
+
+def encode_json(value: dict[str, Any]) -> bytes:
+    """Body of the rare messages (HELLO, ATTACH, OPEN, STATS)."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def decode_json(body: bytes) -> dict[str, Any]:
+    """Read such a body.
+
+    Raises:
+        ProtocolError: no JSON object.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as cause:
+        raise ProtocolError("a message body is not JSON") from cause
+    if not isinstance(value, dict):
+        raise ProtocolError("a message body is no JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def decode_rows(body: bytes, dtype: np.dtype[Any], count: int, offset: int = 0) -> NDArray[Any]:
+    """An answer's rows.
+
+    Raises:
+        ProtocolError: the body is not exactly `count` rows after `offset`.
+    """
+    return _array(body, offset, dtype, count, exact=True)
+
+
+def decode_prefix(body: bytes, dtype: np.dtype[Any], count: int, offset: int = 0) -> NDArray[Any]:
+    """Rows that something else follows.
+
+    Raises:
+        ProtocolError: the body is too short.
+    """
+    return _array(body, offset, dtype, count, exact=False)
+
+
+def _unpack(head: struct.Struct, body: bytes) -> tuple[int, ...]:
+    if len(body) < head.size:
+        raise ProtocolError(f"a message body of {len(body)} bytes is too short")
+    return head.unpack_from(body)
+
+
+def _array(body: bytes, offset: int, dtype: np.dtype[Any], count: int, *, exact: bool) -> NDArray[Any]:
+    end = offset + count * dtype.itemsize
+    if len(body) < end or (exact and len(body) != end):
+        raise ProtocolError(f"a message body of {len(body)} bytes does not hold {count} rows of {dtype.itemsize} bytes")
+    return np.frombuffer(body, dtype=dtype, count=count, offset=offset)
