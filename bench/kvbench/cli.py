@@ -38,39 +38,46 @@ _EXIT_INTERRUPTED = 130
 _DESCRIPTION = "Measures the store on this machine, checks all content, and compares with what the hardware allows."
 
 _TRANSFER_DESCRIPTION = """\
-How fast blocks move: put, get, get_into and view over shared memory and tcp.
+How fast blocks move: put, get, get_into and view, over shared memory and tcp.
 
-A writer process puts the blocks, a reader process reads them, the server has processes of its own. Every block read is
-compared with what was written (each 4 KiB page's stamp every time, every byte in the first round and every 8th turn; all
-blocks that a put wrote are read back whole by the reader), outside of the timed parts. Each operation is timed
-in alternation with its limit, which moves as many blocks of the same size through as many bytes of memory: one
-thread's memcpy for shm, plain sockets between two processes for tcp. A view copies nothing, so it has no limit, and its time
-includes taking the lease and giving it back.
+A writer process puts the blocks, a reader process reads them, the server has processes of its own.
+Each operation is timed in alternation with its limit, which moves as many blocks of the same size
+through as many bytes of memory: one thread's memcpy for shm, plain sockets between two processes
+for tcp. Times and percentiles are per call, of one batch.
 
-A put writes keys that are absent: the keys of an older version of the same blocks are deleted between the timed puts.
-Percentiles are per call of one batch. With none of --ops, --sizes, --batch, --transport a fixed list of rows is measured, in
-about half a minute; with any of them, every combination of the given and the default values.
+Outside of the timed parts all content is compared with what was written: of every block read, the
+stamp of each 4 KiB page, and every byte in the first round and each 8th turn; what a put wrote is
+read back by the reader and compared whole.
+
+put   writes keys that are absent: an older version of the same blocks is deleted between the puts.
+get   copies into memory that the client recycles, often still in a cache, so it may exceed its limit.
+view  copies nothing, so it has no limit; its time includes taking the lease, touching each block's
+      array, and giving the lease back. Not measured over tcp, where it is a copy.
+
+With none of --ops, --sizes, --batch, --transport a fixed list of rows is measured, in under a
+minute; with any of them, every combination of the given and the default values.
 """
 
 _TRANSFER_EXAMPLES = """\
 examples:
-  kvbench transfer                                          the fixed list, as a table
-  kvbench transfer --json transfer.json --plot transfer.png  the same, kept
+  kvbench transfer                                            the fixed list, as a table
+  kvbench transfer --json transfer.json --plot transfer.png   the same, kept
   kvbench transfer --ops get_into --sizes 1MiB --batch 1,64 --transport shm,tcp
-  kvbench transfer --server 127.0.0.1:7400 --ops put,get     against a running server
+  kvbench transfer --server 127.0.0.1:7400 --ops put,get      against a running server
 """
 
 _INDEX_DESCRIPTION = """\
-How fast another process looks keys up in the index, in shared memory and without a call to the server.
+How fast another process finds keys in the index, in shared memory and without a call to the server.
 
-One process fills a table, another maps it read-only and probes it with 90 % present and 10 % absent keys in random order.
-Each answer is compared with the truth outside of the timed parts. The limit, timed in alternation, is one numpy.take of as many
-random entries of the same table. Percentiles are per probe of one batch.
+One process fills a table, another maps it read-only and probes it with 90 % present and 10 % absent
+keys in random order. Outside of the timed parts each answer is compared with the truth. The limit,
+timed in alternation, is one numpy.take of as many random entries of the same table. Times and
+percentiles are per probe, of one batch.
 """
 
 _INDEX_EXAMPLES = """\
 examples:
-  kvbench index                              1,000,000 keys, batches of 1, 64 and 1,024
+  kvbench index                 1,000,000 keys, batches of 1, 64 and 1,024
   kvbench index --keys 100000 --batch 256 --json index.json --plot index.png
 """
 
@@ -140,7 +147,7 @@ def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
         options.ops or ALL_OPS,
         options.transport or ALL_TRANSPORTS,
         options.sizes or ALL_SIZES,
-        options.batch or (64,),
+        options.batch,
     )
 
 
@@ -218,7 +225,9 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE,...",
         help=f"block sizes, multiples of 4KiB (default: {','.join(format_size(size) for size in ALL_SIZES)})",
     )
-    parser.add_argument("--batch", type=_list(_positive), metavar="N,...", help="blocks per call (default: 64)")
+    parser.add_argument(
+        "--batch", type=_list(_positive), metavar="N,...", help="blocks per call (default: 64, at most 256MiB)"
+    )
     parser.add_argument("--server", metavar="ADDRESS", help="host:port of a running server (default: start one)")
     parser.add_argument(
         "--layers",

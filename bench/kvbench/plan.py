@@ -27,7 +27,7 @@ BATCH_MAX: Final = 4096
 BLOCK_BYTES_MAX: Final = 1 << 30
 DEFAULT_FOOTPRINT_BYTES: Final = 512 * MIB
 DEFAULT_LAYERS: Final = 32
-DEFAULT_SECONDS: Final = 1.0
+DEFAULT_SECONDS: Final = 0.6
 SECONDS_MAX: Final = 3600
 
 
@@ -113,9 +113,9 @@ class Group:
 
 def default_cases() -> tuple[Case, ...]:
     """The rows of a run without flags: every figure that the project promises, and a spread of sizes around them."""
-    shm = [Case(op, Transport.SHM, size, _fair_batch(size)) for size in ALL_SIZES for op in ALL_OPS]
+    shm = [Case(op, Transport.SHM, size, fair_batch(size)) for size in ALL_SIZES for op in ALL_OPS]
     tcp = [
-        Case(op, Transport.TCP, size, _fair_batch(size))
+        Case(op, Transport.TCP, size, fair_batch(size))
         for size in (64 * KIB, 1 * MIB, 4 * MIB)
         for op in (Op.PUT, Op.GET_INTO)
     ]
@@ -130,9 +130,11 @@ def default_cases() -> tuple[Case, ...]:
 
 
 def crossed_cases(
-    ops: Sequence[Op], transports: Sequence[Transport], sizes: Sequence[int], batches: Sequence[int]
+    ops: Sequence[Op], transports: Sequence[Transport], sizes: Sequence[int], batches: Sequence[int] | None
 ) -> tuple[Case, ...]:
-    """Every combination, except a view over tcp, which can't exist.
+    """Every combination, except a view over tcp, which can't be without a copy.
+
+    Without `batches` each size has one: 64 blocks, fewer where that would be more than 256 MiB a call.
 
     Raises:
         UsageError: a size or batch out of range, or no combination is left.
@@ -142,13 +144,13 @@ def crossed_cases(
             raise UsageError(
                 f"--sizes: {format_size(size)} is no block size; allowed: multiples of 4KiB from 4KiB to {format_size(BLOCK_BYTES_MAX)}"
             )
-    for batch in batches:
+    for batch in batches or ():
         if not 1 <= batch <= BATCH_MAX:
             raise UsageError(f"--batch: {batch} is out of range; allowed: 1 to {BATCH_MAX}")
     cases = tuple(
         Case(op, transport, size, batch)
         for size in sizes
-        for batch in batches
+        for batch in batches or (fair_batch(size),)
         for transport in transports
         for op in ops
         if not (op is Op.VIEW and transport is Transport.TCP)
@@ -177,6 +179,6 @@ def _group(plan: TransferPlan, block_bytes: int, cases: Iterable[Case]) -> Group
     return Group(block_bytes, blocks, layers_of(block_bytes, plan.layers), ordered)
 
 
-def _fair_batch(block_bytes: int) -> int:
-    """64 blocks, fewer where that would be more than 256 MiB a call."""
-    return min(64, 256 * MIB // block_bytes)
+def fair_batch(block_bytes: int) -> int:
+    """64 blocks, fewer where that would be more than 256 MiB a call, but at least one."""
+    return max(1, min(64, 256 * MIB // block_bytes))

@@ -64,10 +64,11 @@ def plot_index(path: Path, result: IndexResult) -> None:
 
 def _draw_transport(panel: Any, transport: str, rows: Sequence[TransferRow]) -> None:
     sizes = sorted({row.block_bytes for row in rows})
-    for op in dict.fromkeys(row.op for row in rows):
+    for op in [op for op in _COLOURS if any(row.op == op for row in rows)]:
         mine = sorted((row for row in rows if row.op == op), key=lambda row: (row.block_bytes, row.batch))
-        # The largest batch of each size makes the line; other batches are single points beside it.
-        line = list({row.block_bytes: row for row in mine}.values())
+        # The largest batch of each size makes the line. Other batches, and single blocks beside batches, are points.
+        several = [row for row in mine if row.batch > 1] or mine
+        line = list({row.block_bytes: row for row in several}.values())
         panel.plot([row.block_bytes for row in line], [row.gib_s for row in line], "o-", color=_COLOURS[op], label=op)
         limited = [row for row in line if row.limit_gib_s is not None]
         panel.plot(

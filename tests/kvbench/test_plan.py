@@ -76,6 +76,11 @@ def test_a_size_or_batch_out_of_range_is_named_with_what_is_allowed(size: int, b
         crossed_cases([Op.GET], [Transport.SHM], [size], [batch])
 
 
+def test_without_a_batch_large_blocks_move_at_most_256_mib_a_call() -> None:
+    cases = crossed_cases([Op.GET], [Transport.SHM], [64 * KIB, 16 * MIB, 1024 * MIB], None)
+    assert [case.batch for case in cases] == [64, 16, 1]
+
+
 def test_views_over_tcp_alone_are_refused() -> None:
     with pytest.raises(UsageError, match="view needs shared memory; allowed: --transport shm"):
         crossed_cases([Op.VIEW], [Transport.TCP], [MIB], [1])

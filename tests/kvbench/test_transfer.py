@@ -1,18 +1,19 @@
 """`kvbench transfer` against a real server: small runs are complete and checked, damage and loss never go unnoticed."""
 
 import json
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kvstore.testing.cluster import ServerProcess
 
 from kvbench.cli import main
 from kvbench.errors import BenchError
 from kvbench.memory import SharedArena
 from kvbench.plan import Case, Group, Op, Transport
 from kvbench.session import I64, Fill, Measure, Session, SessionSetup, Verify
+from kvstore.testing.cluster import ServerProcess
 
 BLOCK_BYTES = 64 << 10
 BLOCKS = 8
@@ -59,6 +60,11 @@ def spoil(session: Session, ids: I64, place: int, byte: int) -> None:
     row[byte] ^= 1
     scene.client(Transport.SHM).delete(keys)
     assert scene.client(Transport.SHM).put(keys, row[None]).stored == 1
+
+
+def resident_blocks(server: ServerProcess) -> int:
+    with urllib.request.urlopen(f"{server.http_address}/status", timeout=5) as answer:
+        return json.load(answer)["shards"][0]["gauges"]["resident_blocks"]
 
 
 @pytest.mark.parametrize(("op", "transport"), READS)
@@ -128,7 +134,7 @@ def test_a_small_run_starts_a_server_measures_every_combination_and_writes_all(
         assert (row["ratio_to_limit"] is not None) == has_limit
 
 
-def test_a_running_server_is_measured_and_left_empty(server: ServerProcess) -> None:
+def test_a_running_server_is_measured_and_left_as_it_was(server: ServerProcess) -> None:
     flags = [
         "--ops",
         "put,get_into",
@@ -143,7 +149,9 @@ def test_a_running_server_is_measured_and_left_empty(server: ServerProcess) -> N
         "--seconds",
         "0.02",
     ]
+    before = resident_blocks(server)
     assert main(["transfer", *flags, "--server", server.address]) == 0
+    assert resident_blocks(server) == before
 
 
 def test_a_server_that_is_not_there_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
