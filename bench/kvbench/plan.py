@@ -156,7 +156,7 @@ def crossed_cases(
         if not (op is Op.VIEW and transport is Transport.TCP)
     )
     if not cases:
-        raise UsageError("--ops view --transport tcp: a view needs shared memory; allowed: --transport shm")
+        raise UsageError("--ops view --transport tcp: over tcp a view is a copy, as a get is; allowed: --transport shm")
     return cases
 
 

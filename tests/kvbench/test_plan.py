@@ -82,5 +82,5 @@ def test_without_a_batch_large_blocks_move_at_most_256_mib_a_call() -> None:
 
 
 def test_views_over_tcp_alone_are_refused() -> None:
-    with pytest.raises(UsageError, match="view needs shared memory; allowed: --transport shm"):
+    with pytest.raises(UsageError, match="over tcp a view is a copy, as a get is; allowed: --transport shm"):
         crossed_cases([Op.VIEW], [Transport.TCP], [MIB], [1])
