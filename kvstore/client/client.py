@@ -1,7 +1,7 @@
 """The SDK's client: which shard, which link, what counts as a miss.
 
-A fault of the store never ends or hangs an engine: every call is bounded by its timeout, and whatever can't be reached by then
-is a miss (or a put that FAILED). Only wrong input raises.
+A fault of the store never ends or hangs an engine: every call is bounded by its timeout, and whatever can't be
+reached by then is a miss (or a put that FAILED). Only wrong input raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds, chain_keys
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.transport.base import HeldBlocks, ShardLink
-from kvstore.transport.buffers import Blocks, RegisteredBuffer, Region, as_blocks
+from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
 
 I64 = NDArray[np.int64]
@@ -124,7 +124,9 @@ class Client:
         """Copy blocks, or a range of their layers, straight into the caller's memory.
 
         Args:
-            into: n blocks as one C-contiguous array or tensor, a list of n buffers, or a buffer from `register` with `offsets`.
+            keys: of the n blocks wanted.
+            into: n blocks as one C-contiguous array or tensor, a list of n buffers, or a buffer from `register` with
+            `offsets`.
             offsets: byte offset of each block in a registered buffer, shape (n,).
             layers: half-open range; all layers unless given. Each target then has the bytes of that range.
 
@@ -149,7 +151,8 @@ class Client:
     def view(self, keys: BlockKeys, *, ttl_s: float = 10.0) -> View:
         """Blocks where they lie, without a copy (over TCP: one copy), read-only, for as long as the view is open.
 
-        The lease is renewed in the background; should that fail for `ttl_s`, the end of the `with` block raises `LeaseExpired`.
+        The lease is renewed in the background; should that fail for `ttl_s`, the end of the `with` block raises
+        `LeaseExpired`.
         """
         if not 0.01 <= ttl_s <= VIEW_TTL_S_MAX:
             raise UsageError(f"ttl_s={ttl_s}: allowed is 0.01 to {VIEW_TTL_S_MAX:g} seconds")
@@ -173,7 +176,9 @@ class Client:
         """Store blocks. Those that are there, or being written by somebody else, are left alone.
 
         Args:
+            keys: of the n blocks.
             blocks: as `into` of `get_into`, whole blocks.
+            offsets: as there.
 
         Raises:
             LayoutMismatch, UsageError, UnregisteredBuffer: the source does not fit; nothing was stored.
@@ -263,7 +268,7 @@ class Client:
                 node.close()
             raise
         self._scheme = infos[0].scheme
-        keeper = threading.Thread(target=_keep, args=(weakref.ref(self), self._closed, self._kick), daemon=True)
+        keeper = threading.Thread(target=Client._keep, args=(weakref.ref(self), self._closed, self._kick), daemon=True)
         keeper.name = "kvstore-keeper"
         keeper.start()
 
@@ -274,7 +279,7 @@ class Client:
             if node.needs_connect(now_s):
                 node.reconnect()
         for view in list(self._views):
-            view._renew_if_due(now_s)
+            view.renew_if_due(now_s)
         if report:
             for node in self._nodes:
                 for number, link in enumerate(node.links):
@@ -284,6 +289,22 @@ class Client:
                         link.report(self._options.timeout_s)
                     except KvStoreError:
                         node.drop(number, link)
+
+    @staticmethod
+    def _keep(client_ref: weakref.ref[Client], closed: threading.Event, kick: threading.Event) -> None:
+        """The background thread: ends with its client, whether that was closed or forgotten."""
+        report_at_s = time.monotonic() + REPORT_S
+        while not closed.is_set():
+            kick.wait(KEEP_S)
+            kick.clear()
+            client = client_ref()
+            if client is None or closed.is_set():
+                return
+            report = time.monotonic() >= report_at_s
+            client._keep_up(report)
+            if report:
+                report_at_s = time.monotonic() + REPORT_S
+            del client
 
     def _fetch(self, keys: BlockKeys, target: Blocks, layers: tuple[int, int], size: int) -> Fetched:
         ok = np.zeros(len(keys), dtype=np.bool_)
@@ -304,7 +325,9 @@ class Client:
         return answers
 
     def _each_shard(self, keys: BlockKeys, ask: Callable[[ShardLink, I64, Deadline], None]) -> None:
-        """Ask every shard about its keys, those behind sockets side by side. What can't be reached is left unanswered."""
+        """Ask every shard about its keys, those behind sockets side by side. What can't be reached is left
+        unanswered.
+        """
         if self._pid != os.getpid():
             self._start()
         if self._closed.is_set():
@@ -372,8 +395,8 @@ class Client:
 class View:
     """Blocks under a lease; made by `Client.view`. Use it as a context manager.
 
-    `view[i]` is block i as read-only uint8 of shape (block bytes,), or None where there is no such block. What it returns
-    must not be used after the `with` block.
+    `view[i]` is block i as read-only uint8 of shape (block bytes,), or None where there is no such block. What it
+    returns must not be used after the `with` block.
     """
 
     def __init__(
@@ -409,7 +432,9 @@ class View:
         where = self._where[row]
         return where[0].block(where[1]) if where is not None and self.ok[row] else None
 
-    def array(self, row: int, dtype: DTypeLike = None, shape: tuple[int, ...] | None = None) -> NDArray[Any] | None:
+    def array(
+        self, row: int, dtype: DTypeLike | None = None, shape: tuple[int, ...] | None = None
+    ) -> NDArray[Any] | None:
         """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss."""
         block = self[row]
         if block is None:
@@ -446,8 +471,8 @@ class View:
                 try:
                     self._valid &= held.release(self._timeout_s)
                 except KvStoreError:
-                    # The shard is gone, and the memory with it is still mapped and unchanged: nobody is left to reuse it.
-                    # But we can't be told whether the lease held until then, so only our own clock decides.
+                    # The shard is gone, and the memory with it is still mapped and unchanged: nobody is left to reuse
+                    # it. But we can't be told whether the lease held until then, so only our own clock decides.
                     self._valid &= time.monotonic() < self._expires_at_s
         if not self._valid:
             raise LeaseExpired(
@@ -464,7 +489,8 @@ class View:
             if kind is None:
                 raise
 
-    def _renew_if_due(self, now_s: float) -> None:
+    def renew_if_due(self, now_s: float) -> None:
+        """Prolong the lease when a third of it has passed. The client's background calls this."""
         if self._open and self._valid and now_s >= self._renew_at_s:
             self._renew()
 
@@ -482,19 +508,3 @@ class View:
             self._renew_at_s = asked_at_s + self._ttl_s / 3
             self._expires_at_s = asked_at_s + self._ttl_s
             return self._valid
-
-
-def _keep(client_ref: weakref.ref[Client], closed: threading.Event, kick: threading.Event) -> None:
-    """The background thread: ends with its client, whether that was closed or forgotten."""
-    report_at_s = time.monotonic() + REPORT_S
-    while not closed.is_set():
-        kick.wait(KEEP_S)
-        kick.clear()
-        client = client_ref()
-        if client is None or closed.is_set():
-            return
-        report = time.monotonic() >= report_at_s
-        client._keep_up(report)
-        if report:
-            report_at_s = time.monotonic() + REPORT_S
-        del client

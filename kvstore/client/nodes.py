@@ -1,4 +1,6 @@
-"""Links from one client to the shards of one node: made at HELLO, dropped when they fail, made again in the background."""
+"""Links from one client to the shards of one node: made at HELLO, dropped when they fail, made again in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class LinkOptions:
 class NodeLinks:
     """All links to one node. `links[i]` leads to shard i, or is None while that shard can't be reached.
 
-    The circuit breaker of the SDK: a call never waits for a reconnect, it reads as a miss until the background has made one.
+    The circuit breaker of the SDK: a call never waits for a reconnect, it reads as a miss until the background has
+    made one.
     """
 
     def __init__(self, member: Member, options: LinkOptions) -> None:
@@ -70,7 +73,8 @@ class NodeLinks:
         with self._connecting:
             with ControlClient(self.member.name, auth_token=options.auth_token, timeout_s=options.timeout_s) as control:
                 info = control.hello(options.client)
-            links = list(self.links) if len(self.links) == len(info.shards) else [None] * len(info.shards)
+            links: list[ShardLink | None] = [*self.links] if len(self.links) == len(info.shards) else []
+            links += [None] * (len(info.shards) - len(links))
             for shard in info.shards:
                 link = links[shard.number]
                 if link is not None and link.usable and link.boot_id == shard.boot_id:
@@ -83,7 +87,7 @@ class NodeLinks:
             self.info, self.links = info, links
 
     def drop(self, shard: int, link: ShardLink) -> None:
-        """This link has failed: no call uses it again."""
+        """Give up a link that has failed: no call uses it again."""
         link.close()
         if self.links[shard] is link:
             self.links[shard] = None
@@ -96,10 +100,8 @@ class NodeLinks:
 
     def reconnect(self) -> None:
         """Try to become whole again; the pause before the next try grows while that fails."""
-        try:
+        with contextlib.suppress(KvStoreError):  # still down, or it refuses us now: calls go on reading as misses
             self.connect()
-        except KvStoreError:
-            pass  # still down, or it refuses us now: calls go on reading as misses
         now_s = time.monotonic()
         if self.needs_connect(now_s):
             self._next_try_s = now_s + self._pause_s

@@ -32,7 +32,8 @@ class StaticMembership:
     """Nodes named once and for all.
 
     Args:
-        addresses: `"local"`, `"host:port"`, `"host"`, each with an optional weight as in `"host:7400=2"`; several as a list or
+        addresses: `"local"`, `"host:port"`, `"host"`, each with an optional weight as in `"host:7400=2"`; several as
+        a list or
             separated by commas. Keys are spread by these names: every client must name the same nodes in the same way.
 
     Raises:
@@ -51,12 +52,6 @@ class StaticMembership:
 
     def nodes(self) -> Sequence[Member]:
         return self._nodes
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port` or `[v6]:port`."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def _parse(text: str) -> Member:

@@ -1,8 +1,8 @@
 """Weighted rendezvous hashing, vectorised over keys.
 
-Each member gets a score for each key, `-weight / ln(u)` with `u` in (0, 1) from a hash of key and member; the highest score wins. A
-member's share of the keys is its share of the weights, and adding or removing one moves only the keys that it gains or loses.
-(Mosharaf, Schindelhauer: "Weighted distributed hash tables"; the logarithmic method.)
+Each member gets a score for each key, `-weight / ln(u)` with `u` in (0, 1) from a hash of key and member; the highest
+score wins. A member's share of the keys is its share of the weights, and adding or removing one moves only the keys
+that it gains or loses. (Mosharaf, Schindelhauer: "Weighted distributed hash tables"; the logarithmic method.)
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def place(keys: NDArray[np.void], members: Sequence[Member]) -> NDArray[np.int64
     """Index of the member that owns each key (`KEY_DTYPE`, shape (n,)): shape (n,)."""
     if len(members) == 1:
         return np.zeros(len(keys), dtype=np.int64)
+    mixed: NDArray[np.uint64] = np.bitwise_xor(keys["lo"], keys["hi"])
     best = np.zeros(len(keys), dtype=np.int64)
     best_score = np.full(len(keys), -np.inf)
     for index, member in enumerate(members):
-        score = -member.weight / np.log(_uniform(keys["lo"] ^ keys["hi"], member.name))
+        score = -member.weight / np.log(_uniform(mixed, member.name))
         better = score > best_score
         best[better] = index
         best_score[better] = score[better]

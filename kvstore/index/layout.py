@@ -15,9 +15,9 @@ How a racing reader stays right, without a lock:
   written sees a wrong checksum and tries again.
 - Word 6, the status, is the only word that changes. It is written with one aligned 8-byte store, and carries the low
   half of the generation, so it can't be mistaken for the status of another entry that was in the same place.
-- A generation is never used twice by one writer. Who copied bytes out of the pool reads the generation again afterwards: if it
-  stands, the slot was not given away meanwhile (stores become visible in order on x86-64; on other processors the
-  client takes a lease instead, see docs/adr/0003).
+- A generation is never used twice by one writer. Who copied bytes out of the pool reads the generation again
+  afterwards: if it stands, the slot was not given away meanwhile (stores become visible in order on x86-64; on other
+  processors the client takes a lease instead, see docs/adr/0003).
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def checksum(entries: U64) -> U64:
 
 
 def home_buckets(hi: U64, lo: U64, buckets: int) -> I64:
-    """The two buckets of each key, shape (n, 2). Keys are uniform hashes, so 32 bits scaled to the range spread evenly."""
+    """The two buckets of each key, shape (n, 2). Keys are uniform hashes, so 32 bits scaled to the range spread
+    evenly.
+    """
     homes = np.empty((len(hi), 2), dtype=np.int64)
     scale = np.uint64(buckets)
     homes[:, 0] = ((lo & _LOW32) * scale) >> _SHIFT32

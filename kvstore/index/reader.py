@@ -87,8 +87,9 @@ class Probe:
         return np.where(self.namespaces == namespace, self.states, np.uint8(BlockState.ABSENT))
 
     def readable(self, namespace: int, layers_end: int, size_bytes: int) -> NDArray[np.bool_]:
-        """Which blocks of that namespace and size hold their first `layers_end` layers: the committed ones, and reserved
-        ones that came that far."""
+        """Which blocks of that namespace and size hold their first `layers_end` layers: the committed ones, and
+        reserved ones that came that far.
+        """
         states = self.states_in(namespace)
         ready = (states == BlockState.COMMITTED) | ((states == BlockState.RESERVED) & (self.layers_ready >= layers_end))
         return ready & (self.sizes == size_bytes)

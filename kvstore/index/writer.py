@@ -143,7 +143,8 @@ class IndexWriter:
             if not len(rest):
                 break
             used = np.count_nonzero(table.tags[homes[rest]], axis=2)
-            target = np.where(used[:, 0] <= used[:, 1], homes[rest, 0], homes[rest, 1])
+            emptier = (used[:, 1] < used[:, 0]).astype(np.int64)
+            target = homes[rest, emptier]
             place = self._free_places(target)
             fits = np.flatnonzero(place >= 0)
             position[rest[fits]] = place[fits]
@@ -186,7 +187,9 @@ class IndexWriter:
         table.tags.reshape(-1)[places] = tags_of(entries[:, Word.KEY_LO])
 
     def _make_room(self, homes: list[int]) -> int:
-        """A place in one of two full buckets, by moving entries to their other bucket (breadth first); -1 if there is none."""
+        """A place in one of two full buckets, by moving entries to their other bucket (breadth first); -1 if there is
+        none.
+        """
         table = self._table
         paths: list[tuple[int, ...]] = [
             (bucket * SLOTS_PER_BUCKET + slot,) for bucket in homes for slot in range(SLOTS_PER_BUCKET)

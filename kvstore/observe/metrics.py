@@ -64,7 +64,9 @@ class _ShardMetrics:
 
 
 def render(shards: Sequence[Mapping[str, Any]], down: int) -> bytes:
-    """The exposition text for the answers of the shards (`Shard` statistics) and the number of those that did not answer."""
+    """The exposition text for the answers of the shards (`Shard` statistics) and the number of those that did not
+    answer.
+    """
     registry = CollectorRegistry()
     registry.register(_ShardMetrics(shards, down))
     return generate_latest(registry)

@@ -1,7 +1,8 @@
-"""The processes of a node: how they are started, how they learn that the node is gone, how the node learns that they are.
+"""The processes of a node: how they are started, how they learn that the node is gone, how the node learns that they
+are.
 
-A child gets its configuration as one JSON line on standard input, answers `ready` on standard output, and lives until its
-standard input ends. So whatever kills the node, its children follow, and need no signal for it.
+A child gets its configuration as one JSON line on standard input, answers `ready` on standard output, and lives until
+its standard input ends. So whatever kills the node, its children follow, and need no signal for it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _show(config: ServerConfig, *, as_json: bool) -> None:
 def _run(config: ServerConfig) -> int:
     node = Node(config, version("kvstore-llm"))
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: node.request_stop())
+        signal.signal(number, lambda _number, _frame: node.request_stop())
     node.start()
     try:
         shards = f"{config.shards} shard{'s' if config.shards > 1 else ''}"

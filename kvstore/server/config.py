@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.keys import KeyScheme
@@ -45,8 +45,8 @@ def _default_dram() -> int:
 
 
 def _default_data_dir() -> Path:
-    home = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
-    return Path(home) / "kvstore"
+    home = os.environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path("~/.local/share").expanduser()) / "kvstore"
 
 
 def _default_runtime_dir() -> Path:
@@ -110,7 +110,7 @@ class ServerConfig:
         if not -1 <= self.key_seed < 1 << 64:
             raise ConfigError(f"key_seed={self.key_seed}: allowed is -1 (random) or 0 to 2**64 - 1")
         try:
-            KeyScheme(self.key_algorithm)
+            KeyScheme(cast("Any", self.key_algorithm))
         except UsageError as error:
             raise ConfigError(f"key_algorithm: {error}") from error
         if len(os.fsencode(self.runtime_dir)) > SOCKET_PATH_BYTES_MAX - 40:

@@ -43,7 +43,7 @@ class ControlService(ControlServicer):
         self._auth_token = auth_token
         self._version = version
 
-    def Hello(self, request: pb.HelloRequest, context: grpc.ServicerContext) -> pb.HelloReply:
+    def Hello(self, request: pb.HelloRequest, context: grpc.ServicerContext) -> pb.HelloReply:  # noqa: N802 -- the name is the .proto's
         """See the .proto."""
         info = self._run(context, self._node.describe)
         # The version is the client's to judge: it gets ours, whatever its own is.
@@ -71,12 +71,12 @@ class ControlService(ControlServicer):
             ],
         )
 
-    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsReply:
+    def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsReply:  # noqa: N802 -- the name is the .proto's
         """See the .proto."""
         del request
         return pb.StatsReply(json=json.dumps(self._run(context, self._node.status)))
 
-    def Query(self, request: pb.KeysRequest, context: grpc.ServicerContext) -> pb.QueryReply:
+    def Query(self, request: pb.KeysRequest, context: grpc.ServicerContext) -> pb.QueryReply:  # noqa: N802 -- the name is the .proto's
         """See the .proto."""
         blocks = self._run(context, lambda: self._node.query(_keys(request.keys)))
         return pb.QueryReply(
@@ -86,15 +86,15 @@ class ControlService(ControlServicer):
             ]
         )
 
-    def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.CountReply:
+    def Pin(self, request: pb.PinRequest, context: grpc.ServicerContext) -> pb.CountReply:  # noqa: N802 -- the name is the .proto's
         """See the .proto."""
         return pb.CountReply(blocks=self._run(context, lambda: self._node.pin(_keys(request.keys), on=request.on)))
 
-    def Delete(self, request: pb.KeysRequest, context: grpc.ServicerContext) -> pb.CountReply:
+    def Delete(self, request: pb.KeysRequest, context: grpc.ServicerContext) -> pb.CountReply:  # noqa: N802 -- the name is the .proto's
         """See the .proto."""
         return pb.CountReply(blocks=self._run(context, lambda: self._node.delete(_keys(request.keys))))
 
-    def Flush(self, request: pb.FlushRequest, context: grpc.ServicerContext) -> pb.CountReply:
+    def Flush(self, request: pb.FlushRequest, context: grpc.ServicerContext) -> pb.CountReply:  # noqa: N802 -- the name is the .proto's
         """See the .proto."""
 
         def flush() -> int:

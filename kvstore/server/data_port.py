@@ -4,16 +4,16 @@ It attaches to the node's shards like any local client and serves their pool and
 shard shares its interpreter with a socket. One thread per connection, blocking: the time goes into system calls that
 move megabytes with the GIL released.
 
-Nothing but HELLO with a valid session token is answered before it, within a few seconds. A frame that breaks a rule ends
-the connection, and with it the connection's session on the shard: leases and reservations go with it.
+Nothing but HELLO with a valid session token is answered before it, within a few seconds. A frame that breaks a rule
+ends the connection, and with it the connection's session on the shard: leases and reservations go with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -43,7 +43,10 @@ from kvstore.wire.messages import (
 )
 from kvstore.wire.tokens import token_is_valid
 
+log = logging.getLogger("kvstore")
+
 CONNECTIONS_MAX = 1024
+ACCEPT_PAUSE_S = 0.1
 HELLO_TIMEOUT_S = 5.0
 HELLO_BYTES_MAX = 4096
 IDLE_TIMEOUT_S = 3600.0
@@ -94,9 +97,9 @@ class DataPort:
             try:
                 sock, address = listener.accept()
             except OSError as error:
-                # Out of descriptors, or the peer left before we came: wait for things to ease, don't die and don't spin.
-                print(f"kvstore data port: accept failed: {error.strerror}", file=sys.stderr, flush=True)
-                threading.Event().wait(0.1)
+                # Out of descriptors, or the peer left before we came: let things ease; don't die and don't spin.
+                log.warning("data port: accept failed: %s", error.strerror)
+                threading.Event().wait(ACCEPT_PAUSE_S)
                 continue
             if not self._connections.acquire(blocking=False):
                 sock.close()
@@ -120,7 +123,8 @@ class DataPort:
                 if known is not None and known.boot_id == shared.boot_id:
                     shared = known
                 else:
-                    # First sight of this shard, or it was restarted: its old memory goes with the last connection to it.
+                    # First sight of this shard, or it was restarted: its old memory goes with the last connection to
+                    # it.
                     self._shared[shard] = shared
                     threading.Thread(target=shared.warm_up, args=(threading.Event(),), daemon=True).start()
             return LocalSession(channel, shared)
@@ -241,7 +245,8 @@ class _Connection:
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
             self._send_fetched(frame, found, size, sums, payload, deadline)
         finally:
-            # If the lease ran out while a slow client took its time, what was sent may be mixed up. The client sees it by the sums.
+            # If the lease ran out while a slow client took its time, what was sent may be mixed up. The client sees
+            # it by the sums.
             self._session.release(lease, Deadline(SHARD_TIMEOUT_S))
 
     def _fetch_small(
@@ -289,7 +294,7 @@ class _Connection:
         layer_bytes: int,
         wanted: tuple[int, int],
     ) -> NDArray[np.uint64]:
-        """Sums of the wanted layers. Where the producer left them out they are computed once and kept with the block."""
+        """Sums of the wanted layers. Where the producer left them out they are computed here, and kept."""
         shared = self._session.shared
         size = layers * layer_bytes
         trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
@@ -351,7 +356,8 @@ class _Connection:
 def main() -> None:
     """Entry point of the process."""
     described = read_configuration()
-    config = DataPortConfig(**{**described, "shard_sockets": tuple(described["shard_sockets"])})
+    described["shard_sockets"] = tuple(described["shard_sockets"])
+    config = DataPortConfig(**described)
     listener = socket.socket(fileno=config.listener_fd)
     threading.Thread(target=DataPort(config).serve, args=(listener,), daemon=True).start()
     say_ready()

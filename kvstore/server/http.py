@@ -59,7 +59,7 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 self._send(b"there are /, /health, /status and /metrics\n", "text/plain", HTTPStatus.NOT_FOUND)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 -- the base class named it
         """Health checks every second are no news."""
 
     def _send(self, body: bytes, content_type: str, code: HTTPStatus = HTTPStatus.OK) -> None:

@@ -1,7 +1,7 @@
 """A node: the process that starts the shards and the data port's workers, watches them, and serves control and HTTP.
 
-It holds no block and stands on no hot path: clients talk to shards and workers directly. A shard that dies is started again,
-empty, under a new boot id; the others go on.
+It holds no block and stands on no hot path: clients talk to shards and workers directly. A shard that dies is started
+again, empty, under a new boot id; the others go on.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ R = TypeVar("R")
 READY_TIMEOUT_S = 30.0
 SHARD_TIMEOUT_S = 2.0
 WATCH_S = 0.2
+CALLS_GRACE_S = 0.5
 RESTART_PAUSE_S = 1.0  # a shard that dies at once is not started in a tight loop
 _LOCK_FILE = "lock"
 _NODE_FILE = "node.json"
@@ -161,7 +162,7 @@ class Node:
         self.boot_id = uuid.uuid4().hex
         self._token_key = secrets.token_bytes(32)
         self._stopping = threading.Event()
-        self._cleanups: list[Callable[[], None]] = []
+        self._cleanups: list[Callable[[], object]] = []
         self._shards: list[ShardHandle] = []
         self._workers: list[Child] = []
         self.control_port = 0
@@ -295,10 +296,10 @@ class Node:
             worker = self._start_worker(listener)
             worker.wait_ready(READY_TIMEOUT_S)
             self._workers.append(worker)
-        self._cleanups.append(lambda: [worker.stop() for worker in self._workers])
+        self._cleanups.append(self._stop_workers)
         service = ControlService(self, config.auth_token, self._version)
         server, self.control_port = serve_control(service, config.host, config.control_port)
-        self._cleanups.append(lambda: server.stop(grace=0.5).wait())
+        self._cleanups.append(lambda: server.stop(grace=CALLS_GRACE_S).wait())
         http = StatusServer(config.host, config.http_port, self.status)
         self.http_port = http.server_address[1]
         threading.Thread(target=http.serve_forever, name="http", daemon=True).start()
@@ -316,6 +317,10 @@ class Node:
             "shard_sockets": [str(shard.socket_path) for shard in self._shards],
         }
         return Child("data port worker", "kvstore.server.data_port", configuration, pass_fds=[listener.fileno()])
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers:
+            worker.stop()
 
     def _watch(self, listener: socket.socket) -> None:
         """Start again what has died, until the node stops."""

@@ -1,1 +1,3 @@
-"""Shipped test doubles: real servers on free ports, clocks that stand still, and the suites that implementations must pass."""
+"""Shipped test doubles: real servers on free ports, clocks that stand still, and the suites that implementations must
+pass.
+"""

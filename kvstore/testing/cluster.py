@@ -111,8 +111,7 @@ class ServerProcess:
         """A clean shutdown; the exit code."""
         pids = self.pids()
         self._running().terminate()
-        code = self._reap(pids)
-        return code
+        return self._reap(pids)
 
     def freeze(self) -> None:
         """SIGSTOP to all its processes."""

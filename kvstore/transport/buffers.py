@@ -50,14 +50,15 @@ class Pieces:
     """n blocks in n memories."""
 
     memories: tuple[Bytes, ...]
-    keep: object = None
+    keep: object = None  # what owns them
 
     def __len__(self) -> int:
         return len(self.memories)
 
     def take(self, rows: I64) -> Pieces:
         """Some of the blocks."""
-        return Pieces(tuple(self.memories[row] for row in rows.tolist()), self.keep)
+        chosen: list[int] = rows.tolist()
+        return Pieces(tuple(self.memories[row] for row in chosen), self.keep)
 
     def piece(self, row: int, size_bytes: int) -> memoryview:
         """Memory of one block."""
@@ -138,14 +139,7 @@ def as_bytes(value: object, name: str, dtype: str, *, writable: bool) -> tuple[B
     """A contiguous buffer as uint8 of shape (nbytes,), and the object that owns the memory."""
     if hasattr(value, "data_ptr") and hasattr(value, "is_contiguous"):
         return _tensor_bytes(value, name, dtype)
-    try:
-        array = (
-            np.asarray(value) if isinstance(value, np.ndarray) else np.frombuffer(cast("Any", value), dtype=np.uint8)
-        )
-    except (TypeError, ValueError, BufferError) as cause:
-        raise UsageError(
-            f"{name}: {type(value).__name__} is no contiguous buffer; pass an array, tensor or bytes-like object"
-        ) from cause
+    array = _as_array(value, name)
     if array.dtype.hasobject:
         raise LayoutMismatch(f"{name}: an array of Python objects holds no bytes")
     _check_dtype(array.dtype.name, name, dtype)
@@ -154,6 +148,18 @@ def as_bytes(value: object, name: str, dtype: str, *, writable: bool) -> tuple[B
     if writable and not array.flags.writeable:
         raise UsageError(f"{name}: the buffer is read-only")
     return array.reshape(-1).view(np.uint8), value
+
+
+def _as_array(value: object, name: str) -> NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        return cast("NDArray[Any]", value)
+    try:
+        return np.frombuffer(cast("Any", value), dtype=np.uint8)
+    except (TypeError, ValueError, BufferError) as cause:
+        kind = type(value).__name__
+        raise UsageError(
+            f"{name}: {kind} is no contiguous buffer; pass an array, a tensor or something bytes-like"
+        ) from cause
 
 
 def _tensor_bytes(tensor: Any, name: str, dtype: str) -> tuple[Bytes, object]:

@@ -1,11 +1,12 @@
 """Request and reply over a connected stream socket, with a deadline on every wait.
 
-The socket stays blocking and the kernel bounds each wait (SO_RCVTIMEO, SO_SNDTIMEO): one system call moves as much as there is,
-and the GIL is free meanwhile.
+The socket stays blocking and the kernel bounds each wait (SO_RCVTIMEO, SO_SNDTIMEO): one system call moves as much as
+there is, and the GIL is free meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -132,10 +133,8 @@ class Stream:
 
     def close(self) -> None:
         """Close; wakes up a thread that waits in it."""
-        try:
+        with contextlib.suppress(OSError):  # the peer was first
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was first
         self.sock.close()
 
     def _bound(self, option: int, deadline: Deadline) -> None:
@@ -148,7 +147,9 @@ class Stream:
         self._timeouts[option] = left_s
 
     def _call(self, function: Callable[..., int], *arguments: object) -> int:
-        """One system call. `_TIMED_OUT` when the kernel's bound was reached: the caller's loop then meets the deadline."""
+        """One system call. `_TIMED_OUT` when the kernel's bound was reached: the caller's loop then meets the
+        deadline.
+        """
         try:
             return function(*arguments)
         except BlockingIOError:
@@ -195,7 +196,8 @@ class Channel:
         self._open = False
         self.stream.close()
 
-    def _acquire(self, deadline: Deadline) -> int:
+    def acquire(self, deadline: Deadline) -> int:
+        """Take the channel for one exchange; its request number. `Exchange` does this."""
         if not self._lock.acquire(timeout=max(deadline.left_s(), _WAIT_S_MIN)):
             raise DeadlineExceeded(f"{self.stream.peer}: other requests took the whole {deadline.timeout_s:g} s")
         if not self._open:
@@ -204,7 +206,8 @@ class Channel:
         self._request = (self._request + 1) & 0xFFFFFFFF
         return self._request
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Let the next exchange have the channel. `Exchange` does this."""
         self._lock.release()
 
 
@@ -219,14 +222,14 @@ class Exchange:
         self._request = 0
 
     def __enter__(self) -> Exchange:
-        self._request = self._channel._acquire(self.deadline)
+        self._request = self._channel.acquire(self.deadline)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # After anything but an answer of the peer, bytes of this exchange may still be on their way: the channel is lost.
+        # After anything but an answer of the peer, bytes of this exchange may still be on their way: it is lost.
         if error is not None and not isinstance(error, UsageError | LeaseExpired):
             self._channel.close()
-        self._channel._release()
+        self._channel.release()
 
     def send(self, op: Op, body: bytes) -> None:
         """Send a request without payload."""

@@ -1,8 +1,8 @@
 """Copies of many equal-sized blocks between two memories, in few steps.
 
-Blocks that were stored together mostly lie in neighbouring slots. Wherever both sides advance by a constant stride the whole
-run is one strided copy; what is scattered is copied block by block, or, where blocks are so small that the steps would cost
-more than the bytes, through a gather that stays in the processor's cache.
+Blocks that were stored together mostly lie in neighbouring slots. Wherever both sides advance by a constant stride
+the whole run is one strided copy; what is scattered is copied block by block, or, where blocks are so small that the
+steps would cost more than the bytes, through a gather that stays in the processor's cache.
 """
 
 from __future__ import annotations

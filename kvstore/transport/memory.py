@@ -1,8 +1,8 @@
 """Shared memory between the processes of one host: anonymous files passed over a local socket.
 
-`memfd` rather than `/dev/shm` files: nothing is left behind by a killed server (the kernel frees the memory with the last
-mapping), a container's 64 MiB `/dev/shm` is no limit, and who may map it is decided by who is handed the descriptor. A
-descriptor opened read-only can't be mapped writable, so readers can't damage the index.
+`memfd` rather than `/dev/shm` files: nothing is left behind by a killed server (the kernel frees the memory with the
+last mapping), a container's 64 MiB `/dev/shm` is no limit, and who may map it is decided by who is handed the
+descriptor. A descriptor opened read-only can't be mapped writable, so readers can't damage the index.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def private_arena(size_bytes: int) -> NDArray[np.uint8]:
 
 
 def prefault(memory: NDArray[np.uint8]) -> None:
-    """Make every page of this memory present, so that no copy pays for page faults later. Best effort, releases the GIL.
+    """Make every page of this memory present, so that no copy pays for page faults later. Best effort, releases the
+    GIL.
 
     First touch of a page costs an order of magnitude more than copying into it (docs/benchmarks.md).
     """

@@ -1,7 +1,7 @@
 """The link over shared memory: probe and copy without asking anyone, a local socket for what changes state.
 
-A read asks the index, copies, and asks again whether the entry still stands. Only when it lost that race does it look up
-once more; a second loss is a miss.
+A read asks the index, copies, and asks again whether the entry still stands. Only when it lost that race does it look
+up once more; a second loss is a miss.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
 from kvstore.index import IndexReader
-from kvstore.transport.base import Keys, LinkMeter, Lookup, Mask, U8
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -72,7 +73,7 @@ def connect_local(socket_path: str, deadline: Deadline) -> Channel:
     if uid not in (0, os.geteuid()):
         sock.close()
         raise Unavailable(f"local shard {socket_path} belongs to user {uid}, not to us or root: not trusted")
-    return Channel(Stream(sock, f"local shard {os.path.basename(socket_path)}"))
+    return Channel(Stream(sock, f"local shard {Path(socket_path).name}"))
 
 
 class SharedShard:
@@ -84,7 +85,8 @@ class SharedShard:
             index_fd, pool_read_only_fd, pool_fd, touch_fd = fds
             self.boot_id = str(described["boot_id"])
             self.index = IndexReader(map_segment(index_fd, writable=False))
-            # Two mappings of one pool: what is handed out as a view can't be written through, by the processor's own check.
+            # Two mappings of one pool: what is handed out as a view can't be written through, by the processor's own
+            # check.
             self.pool_read_only = map_segment(pool_read_only_fd, writable=False)
             self.pool = map_segment(pool_fd, writable=True)
             self.touch_board: NDArray[np.uint32] = map_segment(touch_fd, writable=True).view(np.uint32)
@@ -113,7 +115,8 @@ class SharedShard:
         self.touch_board[handles] = (time.monotonic_ns() >> _TICK_SHIFT) & 0xFFFFFFFF
 
     def warm_up(self, stop: threading.Event) -> None:
-        """Make the pages of the mappings present as far as the shard has them, so that copies don't pay for page faults.
+        """Make the pages of the mappings present as far as the shard has them, so that copies don't pay for page
+        faults.
 
         Never ahead of the shard: the first toucher of a page is charged with it, and that should be the server.
         """
@@ -199,7 +202,8 @@ class SharedMemoryLink:
 
     Args:
         socket_path: the shard's local socket.
-        checksums: also write and verify the sums of layer slices. Memory has its own protection, so this is off by default.
+        checksums: also write and verify the sums of layer slices. Memory has its own protection, so this is off by
+        default.
     """
 
     transport = "shm"
@@ -325,7 +329,8 @@ class SharedMemoryLink:
         if isinstance(into, Region):
             copy_blocks(into.memory, into.offsets[rows], pool, offsets + start, size)
             return
-        for row, offset in zip(rows.tolist(), (offsets + start).tolist(), strict=True):
+        wanted: list[int] = rows.tolist()
+        for row, offset in zip(wanted, (offsets + start).tolist(), strict=True):
             np.copyto(into.memories[row][:size], pool[offset : offset + size])
 
     def _verified(
@@ -379,7 +384,8 @@ class SharedMemoryLink:
             write_trailers(pool, offsets, size, rows["generation"], np.array(sums, dtype=np.uint64))
 
     def _require_usable(self) -> None:
-        # Committed blocks of a dead shard would still be readable here. They are not served: its successor knows better.
+        # Committed blocks of a dead shard would still be readable here. They are not served: its successor knows
+        # better.
         if not self.usable:
             raise Unavailable(f"{self._session.channel.stream.peer} is gone")
 

@@ -1,7 +1,7 @@
 """The link over TCP: one round trip for a get, payload straight into the caller's memory, every layer slice verified.
 
-One connection carries a whole batch: on loopback and on fast networks a second one for the same batch gains nothing and costs
-cache (docs/adr/0004). Calls from several threads use several connections.
+One connection carries a whole batch: on loopback and on fast networks a second one for the same batch gains nothing
+and costs cache (docs/adr/0004). Calls from several threads use several connections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import Keys, LinkMeter, Lookup, Mask, U8
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, SEND_BYTES_MAX, Channel, Deadline, Exchange, Stream
 from kvstore.transport.shm import RESERVATION_TTL_S, describe
@@ -148,7 +148,10 @@ class TcpLink:
         return statuses
 
     def lease(self, keys: Keys, ttl_s: float, timeout_s: float) -> CopiedBlocks:
-        """The bytes come over here and belong to the caller, so there is nothing to hold on the server, and no `ttl_s`."""
+        """The bytes come over here and belong to the caller, so there is nothing to hold on the server, and no
+        `ttl_s`.
+        """
+        del ttl_s
         namespace = self._opened()
         memory = np.empty(len(keys) * namespace.block_bytes, dtype=np.uint8)
         into = Region(memory, np.arange(len(keys), dtype=np.int64) * namespace.block_bytes)
@@ -233,7 +236,9 @@ class TcpLink:
         return statuses
 
     def _payload(self, rows: NDArray[np.int64], blocks: Blocks, size: int) -> tuple[int, Iterator[memoryview]]:
-        """Bytes in all, and the pieces: the blocks, then the sums, which are computed while the blocks are being sent."""
+        """Bytes in all, and the pieces: the blocks, then the sums, which are computed while the blocks are being
+        sent.
+        """
         namespace = self._opened()
         layer_bytes = namespace.layer_bytes
         step = max(1, SEND_BYTES_MAX // layer_bytes) * layer_bytes

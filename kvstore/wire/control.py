@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import grpc
 
-from kvstore.cluster.membership import split_address
 from kvstore.core.errors import DeadlineExceeded, KvStoreError, ProtocolError, Unavailable, UsageError
 from kvstore.core.keys import BlockKeys, KeyScheme
 from kvstore.core.states import BlockState
@@ -60,8 +59,8 @@ class BlockInfo:
 class ControlClient:
     """One node's control plane. A channel lives only for the `with` block: gRPC's threads don't survive a fork.
 
-    Every method raises `Unavailable` (or `DeadlineExceeded`) when the node can't be reached in time, and `UsageError` when it
-    refuses the call.
+    Every method raises `Unavailable` (or `DeadlineExceeded`) when the node can't be reached in time, and `UsageError`
+    when it refuses the call.
     """
 
     def __init__(self, address: str, *, auth_token: str = "", timeout_s: float = 2.0) -> None:
@@ -100,7 +99,7 @@ class ControlClient:
             epoch=reply.epoch,
             scheme=KeyScheme(cast("Any", reply.key_algorithm), reply.key_seed),
             token=reply.token,
-            data_host=reply.data_host or split_address(self._address)[0],
+            data_host=reply.data_host or self._address.rpartition(":")[0].strip("[]"),
             data_port=reply.data_port,
             shards=tuple(
                 ShardInfo(shard.number, shard.boot_id, shard.socket_path, shard.pool_bytes, shard.block_bytes_max)

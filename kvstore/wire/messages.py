@@ -1,7 +1,7 @@
 """Bodies of the data protocol: three request shapes and one row type per kind of answer, all fixed-width.
 
-A batch is one numpy array, so hundreds of keys are encoded and decoded in a few steps. `decode` checks every length before
-it looks at the content; what doesn't fit is a `ProtocolError`.
+A batch is one numpy array, so hundreds of keys are encoded and decoded in a few steps. `decode` checks every length
+before it looks at the content; what doesn't fit is a `ProtocolError`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Session tokens: handed out by the control plane, checked by the data port without asking anybody.
 
-`expiry (8 bytes, seconds since the epoch) ‖ nonce (16) ‖ HMAC-SHA256 over both and the boot id`, hex. The key lives as long as
-the server process, so a restart makes every old token worthless.
+`expiry (8 bytes, seconds since the epoch) ‖ nonce (16) ‖ HMAC-SHA256 over both and the boot id`, hex. The key lives
+as long as the server process, so a restart makes every old token worthless.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ I64 = NDArray[np.int64]
 class EvictionPolicy(Protocol):
     """Orders committed blocks by how soon they should go. Blocks are named by handle; all calls take batches.
 
-    A batch lists blocks in prefix order. A policy must offer deeper blocks before the blocks that they depend on when all
-    else is equal. O(1) amortised per block. `kvstore.testing.conformance.EvictionConformance` is the suite to pass.
+    A batch lists blocks in prefix order. A policy must offer deeper blocks before the blocks that they depend on when
+    all else is equal. O(1) amortised per block. `kvstore.testing.conformance.EvictionConformance` is the suite to
+    pass.
     """
 
     def admit(self, handles: I64) -> None:

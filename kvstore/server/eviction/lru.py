@@ -1,7 +1,8 @@
 """Least recently used, for readers that don't call the server.
 
-Order is kept as a log of (block, stamp) batches: using a block appends it again, and an entry counts only while its stamp is
-the block's newest. All steps are vectorised over the batch, and each log entry is appended and taken off once.
+Order is kept as a log of (block, stamp) batches: using a block appends it again, and an entry counts only while its
+stamp is the block's newest. All steps are vectorised over the batch, and each log entry is appended and taken off
+once.
 
 Clients that read through shared memory leave a trace on the touch board (one word per block, the tick of the last use).
 A block that comes up for eviction with a newer trace than it was logged with goes to the back instead.

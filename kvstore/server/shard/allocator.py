@@ -19,8 +19,8 @@ _UNASSIGNED = 0
 class SlotAllocator:
     """Owns the map of the pool. Offsets are bytes from its start.
 
-    At every moment `free_bytes` plus the bytes of all slots given out equals `capacity_bytes`: the pool less the tails of
-    chunks that their slots don't fill.
+    At every moment `free_bytes` plus the bytes of all slots given out equals `capacity_bytes`: the pool less the
+    tails of chunks that their slots don't fill.
 
     Args:
         pool_bytes: size of the pool, a multiple of `chunk_bytes`.
@@ -63,7 +63,9 @@ class SlotAllocator:
         return self._slot_bytes[offsets // self.chunk_bytes]
 
     def allocate(self, slot_bytes: int, count: int) -> I64:
-        """Up to `count` slots: fewer when the free ones and the spare chunks don't suffice. Neighbours where possible."""
+        """Up to `count` slots: fewer when the free ones and the spare chunks don't suffice. Neighbours where
+        possible.
+        """
         stack = self._free.setdefault(slot_bytes, _Stack())
         while len(stack) < count and self._assign_chunk(slot_bytes, stack):
             pass

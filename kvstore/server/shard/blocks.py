@@ -1,4 +1,4 @@
-"""What the shard knows of each block beyond the index: one row of fixed width per handle, no Python object per block."""
+"""What the shard knows of each block beyond the index: a row of fixed width per handle, no Python object per block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Life(IntEnum):
 
 
 class BlockTable:
-    """Arrays by handle. Handles are dense: the lowest free one is given out, so the arrays stay as short as the peak."""
+    """Arrays by handle. Handles are dense: free ones are given out first, so the arrays stay as short as the peak."""
 
     def __init__(self, handles_max: int) -> None:
         self.handles_max = handles_max

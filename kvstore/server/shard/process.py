@@ -1,7 +1,7 @@
 """The process of one shard: memory, local socket, clock. `python -m kvstore.server.shard.process`, started by the node.
 
-The configuration comes as one JSON line on standard input; end of input means that the node is gone, and the shard ends.
-One thread runs the loop and owns the `Shard`; a second one only makes the pool's pages present.
+The configuration comes as one JSON line on standard input; end of input means that the node is gone, and the shard
+ends. One thread runs the loop and owns the `Shard`; a second one only makes the pool's pages present.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,7 @@ class ShardServer:
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(config.socket_path)
-        os.chmod(config.socket_path, 0o600)
+        Path(config.socket_path).chmod(0o600)
         self._listener.listen(128)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -125,8 +126,7 @@ class ShardServer:
     def close(self) -> None:
         """Remove the socket file; the kernel takes the memory back with the process."""
         self._listener.close()
-        if os.path.exists(self._config.socket_path):
-            os.unlink(self._config.socket_path)
+        Path(self._config.socket_path).unlink(missing_ok=True)
 
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
@@ -220,7 +220,9 @@ class ShardServer:
                 raise ProtocolError(f"operation {op} is not for the local socket")
 
     def _attach(self, connection: _Connection, frame: Frame) -> None:
-        """Descriptors go with the reply: index (read-only), pool (read-only), pool (writable), touch board (writable)."""
+        """Descriptors go with the reply: index (read-only), pool (read-only), pool (writable), touch board
+        (writable).
+        """
         body = encode_json(
             {
                 "version": PROTOCOL_VERSION,

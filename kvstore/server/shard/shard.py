@@ -1,6 +1,7 @@
 """A shard's state and every decision about it: plain synchronous calls, no socket, no clock, no thread.
 
-One process owns a shard and calls it from one thread, so there is no lock. Time comes in as `now_s`. The index and the pool
+One process owns a shard and calls it from one thread, so there is no lock. Time comes in as `now_s`. The index and
+the pool
 are memory shared with clients: what is decided here becomes visible to them by the index alone.
 
 A slot is given away only when nobody can touch it any more:
@@ -154,7 +155,7 @@ class Shard:
         for lease in list(session.leases):
             self._end_lease(lease)
         blocks = self.blocks
-        mine = np.flatnonzero((blocks.owner[: len(blocks)] == session.number))
+        mine = np.flatnonzero(blocks.owner[: len(blocks)] == session.number)
         reserved = mine[blocks.life[mine] == Life.RESERVED]
         self.counters.aborted_blocks += len(reserved)
         self._retire(reserved)
@@ -390,7 +391,9 @@ class Shard:
         return present.astype(np.uint8)
 
     def pin(self, request: KeyRequest) -> U8:
-        """Pins are counted: flag 1 adds one, 0 takes one off. 1 = it is here. Shape (n,). Pinned blocks are not evicted."""
+        """Pins are counted: flag 1 adds one, 0 takes one off. 1 = it is here. Shape (n,). Pinned blocks are not
+        evicted.
+        """
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
         committed = found.states == BlockState.COMMITTED
@@ -436,8 +439,8 @@ class Shard:
     def note_report(self, amounts: dict[str, int]) -> None:
         """Add what a client did without asking: reads through shared memory never pass here."""
         for name, amount in amounts.items():
-            name = f"client_{name}"
-            setattr(self.counters, name, getattr(self.counters, name) + amount)
+            counter = f"client_{name}"
+            setattr(self.counters, counter, getattr(self.counters, counter) + amount)
 
     def note_warm(self, warm_bytes: int) -> None:
         """Tell readers how much of the pool is present in memory."""
@@ -451,8 +454,9 @@ class Shard:
         return self._segment.fd
 
     def accounting(self) -> dict[str, int]:
-        """Bytes of the pool: free + reserved + committed == capacity. Slots kept aside count as reserved, condemned ones as
-        committed."""
+        """Bytes of the pool: free + reserved + committed == capacity. Slots kept aside count as reserved, condemned
+        ones as committed.
+        """
         blocks = self.blocks
         given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
         slot_bytes = self.allocator.slot_bytes_of(blocks.offset[given_out])
@@ -498,7 +502,8 @@ class Shard:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _check_namespace(self, number: int) -> None:
-        # Keys of different namespaces never meet (each chain starts from its digest), so administration need not name one.
+        # Keys of different namespaces never meet (each chain starts from its digest), so administration need not name
+        # one.
         if number != ANY_NAMESPACE:
             self.namespace(number)
 
@@ -573,7 +578,9 @@ class Shard:
         return offsets
 
     def _evict(self, candidates: I64, slot_bytes: int) -> None:
-        """Evict those that may go: blocks of the wanted slot size one by one, else the whole chunk of one of another size."""
+        """Evict those that may go: blocks of the wanted slot size one by one, else the whole chunk of one of another
+        size.
+        """
         blocks = self.blocks
         loose = (blocks.holds[candidates] == 0) & (blocks.pins[candidates] == 0)
         same = self.allocator.slot_bytes_of(blocks.offset[candidates]) == slot_bytes
