@@ -28,6 +28,7 @@ from typing import Any, Final
 
 HIT_RUNS: Final = 7
 COLD_RUNS: Final = 3
+DRAM: Final = "512MiB"  # the KV of three prompts of 80 MB, and room
 SPINNER: Final = "|/-\\"
 QUESTION: Final = "Summarise the text in one sentence."
 SECOND_QUESTION: Final = "Who is Dinah?"
@@ -292,8 +293,28 @@ class WorkerProcess:
         self._lines.put("")
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"exit status {self._process.wait()}"
+        return _last_line(self._log) or f"exit status {self._process.wait()}"
+
+
+@contextmanager
+def _server(folder: Path) -> Iterator[str]:
+    """A kvstore-server on free ports, with all its files in `folder`; its control address."""
+    log = folder / "server.log"
+    flags = ["--dram", DRAM, "--data-dir", str(folder / "data"), "--runtime-dir", str(folder / "run")]
+    for port in ("control", "data", "http"):
+        flags += [f"--{port}-port", "0"]
+    command = [sys.executable, "-m", "kvstore.server.cli", *flags]
+    with log.open("w") as stderr, _child(command, stdout=subprocess.PIPE, stderr=stderr) as process:
+        assert process.stdout is not None
+        endpoints: dict[str, str] = {}
+        for line in process.stdout:
+            if line.strip() == "ready":
+                break
+            name, _, endpoint = line.strip().partition(" ")
+            endpoints[name] = endpoint.strip()
+        if "control" not in endpoints:
+            raise DemoError(f"the server ended at its start: {_last_line(log)}")
+        yield endpoints["control"]
 
 
 @contextmanager
@@ -323,6 +344,11 @@ def _child(command: list[str], **streams: Any) -> Iterator[subprocess.Popen[str]
                 process.wait(timeout=5.0)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _first_token(decode: WorkerProcess, prompt: str, *, from_store: bool) -> dict[str, Any]:

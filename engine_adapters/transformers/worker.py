@@ -123,7 +123,7 @@ class Worker:
         return Prefilled(
             prompt_tokens=len(tokens),
             stored_blocks=stored.stored,
-            missing_blocks=stored.missing,
+            missing_blocks=len(stored.statuses) - stored.present,
             bytes=stored.bytes,
             compute_ms=(computed_s - started_s) * 1e3,
             store_ms=(time.perf_counter() - computed_s) * 1e3,

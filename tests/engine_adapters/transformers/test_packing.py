@@ -14,6 +14,7 @@ from kvstore import CanonicalLayout
 
 ITEM_BYTES = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
 FILL = 0xA5
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
 
 layouts = st.builds(
     CanonicalLayout,
@@ -25,13 +26,13 @@ layouts = st.builds(
 dtypes = st.sampled_from(sorted(ITEM_BYTES, key=str))
 
 
-def random_layers(layout: CanonicalLayout, tokens: int, dtype: torch.dtype, seed: int):
+def random_layers(layout: CanonicalLayout, tokens: int, dtype: torch.dtype, seed: int) -> Layers:
     """K and V of each layer, [1, kv_heads, tokens, head dim], of random bits: NaNs and infinities too."""
     rng = np.random.default_rng(seed)
 
     def tensor(dim: int):
         raw = rng.integers(0, 256, (1, layout.kv_heads, tokens, dim * ITEM_BYTES[dtype]), np.uint8)
-        return torch.from_numpy(raw).view(dtype)
+        return torch.as_tensor(raw).view(dtype)
 
     return [(tensor(layout.head_dim), tensor(layout.value_dim)) for _ in range(layout.layers)]
 
@@ -40,7 +41,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def canonical_block(layers, first_token: int, block_tokens: int) -> bytes:
+def canonical_block(layers: Layers, first_token: int, block_tokens: int) -> bytes:
     """The definition, one piece after the other: [layer][kv_head][k|v][token][head_dim]."""
     return b"".join(
         bits(tensor[0, head, first_token : first_token + block_tokens])

@@ -1,23 +1,25 @@
 """A small Llama with random weights, the same ones in every process, and what the tests do with it."""
 
-import kvstore
+from typing import Any, cast
+
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from engine_adapters.transformers import CacheAdapter, Stored, namespace_for
+import kvstore
+from engine_adapters.transformers import CacheAdapter, namespace_for
 
 BLOCK_TOKENS = 16
 VOCABULARY = 997
 TIMEOUT_S = 2.0
 
 
-def tiny_config() -> LlamaConfig:
-    """3 layers, 4 heads over 2 KV heads."""
+def tiny_config(layers: int = 3) -> LlamaConfig:
+    """4 heads over 2 KV heads."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
@@ -28,8 +30,9 @@ def tiny_config() -> LlamaConfig:
 def tiny_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """The model; equal weights in every process, rounded to `dtype`."""
     torch.set_num_threads(1)  # the machine's other cores are for the server and the other process
-    torch.manual_seed(7)
-    return LlamaForCausalLM(tiny_config()).to(dtype).eval()
+    torch.default_generator.manual_seed(7)
+    model: Any = LlamaForCausalLM(tiny_config())
+    return model.to(dtype).eval()
 
 
 def tiny_namespace(model: LlamaForCausalLM, revision: str = "r1") -> kvstore.Namespace:
@@ -40,7 +43,12 @@ def tiny_namespace(model: LlamaForCausalLM, revision: str = "r1") -> kvstore.Nam
 def prompt(tokens: int, seed: int) -> list[int]:
     """Random token ids; prompts of one seed begin alike."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, VOCABULARY, (4096,), generator=generator)[:tokens].tolist()
+    return [int(token) for token in torch.randint(0, VOCABULARY, (4096,), generator=generator)[:tokens]]
+
+
+def layer_tensors(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each layer, [1, kv_heads, tokens, head_dim]."""
+    return [(layer.keys, layer.values) for layer in cast(list[Any], cache.layers)]
 
 
 def continue_from(model: LlamaForCausalLM, token_ids: list[int], cache: DynamicCache) -> torch.Tensor:
@@ -56,7 +64,7 @@ def compute(model: LlamaForCausalLM, token_ids: list[int]) -> tuple[DynamicCache
     return cache, continue_from(model, token_ids, cache)
 
 
-def prefill_and_store(address: str, token_ids: list[int], dtype_name: str = "float32") -> Stored:
+def prefill_and_store(address: str, token_ids: list[int], dtype_name: str = "float32") -> kvstore.PutResult:
     """What a prefill worker does; run in another process."""
     model = tiny_model(getattr(torch, dtype_name))
     with kvstore.connect(address, namespace=tiny_namespace(model), timeout_s=TIMEOUT_S) as client:
