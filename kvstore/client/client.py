@@ -6,6 +6,7 @@ reached by then is a miss (or a put that FAILED). Only wrong input raises.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -347,10 +348,13 @@ class Client:
 
     def _route(self, keys: BlockKeys) -> list[tuple[NodeLinks, int, ShardLink, I64]]:
         """Node, shard number, link and rows of each part that can be reached."""
+        if len(self._nodes) == 1 and len(self._nodes[0].links) == 1:
+            link = self._nodes[0].links[0]
+            return [] if link is None else [(self._nodes[0], 0, link, np.arange(len(keys)))]
         parts: list[tuple[NodeLinks, int, ShardLink, I64]] = []
         owner = place(keys.array, self._members)
-        for place_of_node, node in enumerate(self._nodes):
-            rows = np.flatnonzero(owner == place_of_node)
+        for number_of_node, node in enumerate(self._nodes):
+            rows = np.flatnonzero(owner == number_of_node)
             if not len(rows) or not node.links:
                 continue
             shard_of = place(keys.array[rows], node.shards)
@@ -406,17 +410,17 @@ class View:
         self._parts = parts
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
-        self._valid = True
         self._open = True
+        self._lapsed = False
         self._renew_at_s = time.monotonic() + ttl_s / 3
-        self._expires_at_s = time.monotonic() + ttl_s
         self._lock = threading.Lock()
         self.ok: Mask = np.zeros(count, dtype=np.bool_)
-        self._where: list[tuple[HeldBlocks, int] | None] = [None] * count
-        for rows, held in parts:
+        self._part = np.zeros(count, dtype=np.int64)
+        self._row = np.zeros(count, dtype=np.int64)
+        for number, (rows, held) in enumerate(parts):
             self.ok[rows] = held.held
-            for place_in_part, row in enumerate(rows.tolist()):
-                self._where[row] = (held, place_in_part)
+            self._part[rows] = number
+            self._row[rows] = np.arange(len(rows))
 
     @property
     def hit_blocks(self) -> int:
@@ -424,13 +428,12 @@ class View:
         return leading(self.ok)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self.ok)
 
     def __getitem__(self, row: int) -> NDArray[np.uint8] | None:
         if not self._open:
             raise UsageError("the view is closed; its blocks may be others' by now")
-        where = self._where[row]
-        return where[0].block(where[1]) if where is not None and self.ok[row] else None
+        return self._parts[self._part[row]][1].block(int(self._row[row])) if self.ok[row] else None
 
     def array(
         self, row: int, dtype: DTypeLike | None = None, shape: tuple[int, ...] | None = None
@@ -448,36 +451,26 @@ class View:
         Raises:
             LeaseExpired: it had run out: drop what was read, look up again.
         """
-        if time.monotonic() >= self._expires_at_s:
-            self._valid = False
-        if self._valid and not self._renew():
-            self._valid = False
-        if not self._valid:
-            raise LeaseExpired(
-                f"the lease of {self._ttl_s:g} s ran out: what was read under it may be other blocks' bytes"
-            )
+        self._lapsed |= not all(held.valid() for _, held in self._parts)
+        if self._lapsed:
+            raise LeaseExpired(f"the lease of {self._ttl_s:g} s ran out: what was read may be other blocks' bytes")
 
     def close(self) -> None:
-        """Give the blocks back.
+        """Give the blocks back. Idempotent.
 
         Raises:
             LeaseExpired: the lease had run out before.
         """
-        if not self._open:
-            return
         with self._lock:
+            if not self._open:
+                return
             self._open = False
-            for _, held in self._parts:
-                try:
-                    self._valid &= held.release(self._timeout_s)
-                except KvStoreError:
-                    # The shard is gone, and the memory with it is still mapped and unchanged: nobody is left to reuse
-                    # it. But we can't be told whether the lease held until then, so only our own clock decides.
-                    self._valid &= time.monotonic() < self._expires_at_s
-        if not self._valid:
-            raise LeaseExpired(
-                f"the lease of {self._ttl_s:g} s ran out: what was read under it may be other blocks' bytes"
-            )
+            try:
+                self.check()
+            finally:
+                for _, held in self._parts:
+                    with contextlib.suppress(KvStoreError):  # the session is lost, and the lease with it
+                        held.release(self._timeout_s)
 
     def __enter__(self) -> View:
         return self
@@ -491,20 +484,12 @@ class View:
 
     def renew_if_due(self, now_s: float) -> None:
         """Prolong the lease when a third of it has passed. The client's background calls this."""
-        if self._open and self._valid and now_s >= self._renew_at_s:
-            self._renew()
-
-    def _renew(self) -> bool:
         with self._lock:
-            if not self._open:
-                return True
-            asked_at_s = time.monotonic()
-            try:
-                for _, held in self._parts:
-                    self._valid &= held.renew(self._ttl_s, self._timeout_s)
-            except KvStoreError:
-                self._renew_at_s = asked_at_s + self._ttl_s / 10  # again soon; the expiry decides
-                return asked_at_s < self._expires_at_s
-            self._renew_at_s = asked_at_s + self._ttl_s / 3
-            self._expires_at_s = asked_at_s + self._ttl_s
-            return self._valid
+            if not self._open or now_s < self._renew_at_s:
+                return
+            self._renew_at_s = now_s + self._ttl_s / 3
+            for _, held in self._parts:
+                try:
+                    held.renew(self._ttl_s, self._timeout_s)
+                except KvStoreError:
+                    self._renew_at_s = now_s + self._ttl_s / 10  # again soon; what runs out meanwhile is noticed

@@ -22,7 +22,6 @@ How a racing reader stays right, without a lock:
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -41,29 +40,29 @@ U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
 
 
-class Header(IntEnum):
-    """Words of the header."""
+class Header:
+    """Words of the header. (Plain integers: looking up an enum member costs as much as a step of the probe.)"""
 
-    MAGIC = 0
-    VERSION = 1
-    BUCKETS = 2
-    MOVES = 3  # grows whenever an entry changes its place: a miss seen across a change is looked up again
-    RETIRED = 4  # non-zero: a larger table has taken over, attach again
-    RESIDENT = 5  # entries in use
-    WARM = 6  # bytes of the pool, from its start, whose pages are present
+    MAGIC: Final = 0
+    VERSION: Final = 1
+    BUCKETS: Final = 2
+    MOVES: Final = 3  # grows whenever an entry changes its place: a miss seen across a change is looked up again
+    RETIRED: Final = 4  # non-zero: a larger table has taken over, attach again
+    RESIDENT: Final = 5  # entries in use
+    WARM: Final = 6  # bytes of the pool, from its start, whose pages are present
 
 
-class Word(IntEnum):
+class Word:
     """Words of an entry."""
 
-    KEY_HI = 0
-    KEY_LO = 1
-    FINGERPRINT = 2
-    GENERATION = 3
-    LOCATION = 4  # pool offset in POOL_UNIT_BYTES (low 32 bits) | size in bytes << 32
-    META = 5  # handle (low 32 bits) | namespace id << 32 | layers << 48
-    STATUS = 6  # state | layers ready << 16 | low 32 bits of the generation << 32
-    CHECK = 7
+    KEY_HI: Final = 0
+    KEY_LO: Final = 1
+    FINGERPRINT: Final = 2
+    GENERATION: Final = 3
+    LOCATION: Final = 4  # pool offset in POOL_UNIT_BYTES (low 32 bits) | size in bytes << 32
+    META: Final = 5  # handle (low 32 bits) | namespace id << 32 | layers << 48
+    STATUS: Final = 6  # state | layers ready << 16 | low 32 bits of the generation << 32
+    CHECK: Final = 7
 
 
 CHECK_FACTORS: Final[U64] = np.array(

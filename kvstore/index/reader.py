@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from kvstore.index.layout import (
     tags_of,
 )
 
+_COMMITTED = int(BlockState.COMMITTED)
+_RESERVED = int(BlockState.RESERVED)
 _TORN_RETRIES = 8  # an entry is half written for well under a microsecond; after this many looks it reads as a miss
 _MASK64 = (1 << 64) - 1
 _MASK32 = np.uint64(0xFFFFFFFF)
@@ -90,9 +93,38 @@ class Probe:
         """Which blocks of that namespace and size hold their first `layers_end` layers: the committed ones, and
         reserved ones that came that far.
         """
-        states = self.states_in(namespace)
-        ready = (states == BlockState.COMMITTED) | ((states == BlockState.RESERVED) & (self.layers_ready >= layers_end))
-        return ready & (self.sizes == size_bytes)
+        entries = self.entries
+        state = entries[:, Word.STATUS] & _STATE_MASK
+        ready = state == _COMMITTED
+        if not ready.all():
+            ready |= (state == _RESERVED) & (self.layers_ready >= layers_end)
+        ready &= (entries[:, Word.LOCATION] >> _SHIFT32) == size_bytes
+        ready &= ((entries[:, Word.META] >> _SHIFT32) & _LAYERS_MASK) == namespace
+        return ready
+
+
+class Entry(NamedTuple):
+    """One block as the index has it, in plain integers; `IndexReader.find` gives it."""
+
+    position: int
+    words: list[int]
+
+    @property
+    def offset(self) -> int:
+        """Byte offset of the block in the pool."""
+        return (self.words[Word.LOCATION] & 0xFFFFFFFF) * POOL_UNIT_BYTES
+
+    @property
+    def handle(self) -> int:
+        """The shard's dense number of the block."""
+        return self.words[Word.META] & 0xFFFFFFFF
+
+    def readable(self, namespace: int, layers_end: int, size_bytes: int) -> bool:
+        """As `Probe.readable`."""
+        _, _, _, _, location, meta, status, _ = self.words
+        state = status & 0xFF
+        ready = state == _COMMITTED or (state == _RESERVED and (status >> 16) & 0xFFFF >= layers_end)
+        return ready and location >> 32 == size_bytes and (meta >> 32) & 0xFFFF == namespace
 
 
 class IndexReader:
@@ -133,7 +165,10 @@ class IndexReader:
     def probe(self, keys: NDArray[np.void]) -> Probe:
         """Look up n keys (`KEY_DTYPE`, shape (n,)). Key and fingerprint must both match."""
         if len(keys) == 1:
-            return self._probe_one(keys)
+            entry = self.find(*keys.item(0))
+            if entry is None:
+                return Probe(np.zeros((1, 8), dtype=np.uint64), np.full(1, -1, dtype=np.int64))
+            return Probe(np.array([entry.words], dtype=np.uint64), np.array([entry.position], dtype=np.int64))
         moves = self._table.header[Header.MOVES]
         found = self._probe_many(keys)
         if self._table.header[Header.MOVES] != moves:
@@ -153,7 +188,7 @@ class IndexReader:
         return (
             (now[:, Word.GENERATION] == generations)
             & ((status >> _SHIFT32) == (generations & _MASK32))
-            & ((status & _STATE_MASK) != BlockState.ABSENT)
+            & ((status & _STATE_MASK) != 0)
         )
 
     def _probe_many(self, keys: NDArray[np.void]) -> Probe:
@@ -172,9 +207,11 @@ class IndexReader:
             status, generation = seen[:, Word.STATUS], seen[:, Word.GENERATION]
             whole = (checksum(seen) == seen[:, Word.CHECK]) & ((status >> _SHIFT32) == (generation & _MASK32))
             good = whole & (seen[:, Word.KEY_LO] == lo[rows]) & (seen[:, Word.KEY_HI] == hi[rows])
-            good &= (seen[:, Word.FINGERPRINT] == fingerprint[rows]) & ((status & _STATE_MASK) != BlockState.ABSENT)
-            if len(rows) == count and good.all():
-                return Probe(seen, places)  # the usual case: every key is here, and no tag matched by chance
+            good &= (seen[:, Word.FINGERPRINT] == fingerprint[rows]) & ((status & _STATE_MASK) != 0)
+            # The usual case: every key is here, once, and no tag matched by chance. (A key whose two homes are the same
+            # bucket is found twice, and then as many candidates as keys don't mean one for each.)
+            if len(rows) == count and good.all() and (rows[1:] != rows[:-1]).all():
+                return Probe(seen, places)
             entries[rows[good]] = seen[good]
             positions[rows[good]] = places[good]
             # A torn entry may be one whose key has not arrived yet, so every torn candidate is looked at again.
@@ -183,19 +220,19 @@ class IndexReader:
             rows, places = rows[~whole], places[~whole]
         return Probe(entries, positions)
 
-    def _probe_one(self, keys: NDArray[np.void]) -> Probe:
-        """The same for one key in plain integers: numpy's fixed cost per step would be most of the time."""
-        hi, lo, fingerprint = keys.item(0)
+    def find(self, hi: int, lo: int, fingerprint: int) -> Entry | None:
+        """One key, in plain integers: numpy's fixed cost per step would be most of the time."""
         table = self._table
-        buckets = table.buckets
         tag = max(lo >> 48, 1)
         words = table.words
         for _ in range(_TORN_RETRIES):
             torn = False
             moves = table.header[Header.MOVES]
             for half in (lo, hi):
-                bucket = ((half & 0xFFFFFFFF) * buckets) >> 32
-                line = table.tags[bucket].tolist()
+                bucket = ((half & 0xFFFFFFFF) * table.buckets) >> 32
+                line: list[int] = table.tags[bucket].tolist()
+                if tag not in line:
+                    continue
                 for slot in range(SLOTS_PER_BUCKET):
                     if line[slot] != tag:
                         continue
@@ -204,10 +241,22 @@ class IndexReader:
                     if not _is_whole(entry):
                         torn = True
                     elif entry[0] == hi and entry[1] == lo and entry[2] == fingerprint and entry[6] & 0xFF:
-                        return Probe(np.array([entry], dtype=np.uint64), np.array([position], dtype=np.int64))
+                        return Entry(position, entry)
             if not torn and moves == table.header[Header.MOVES]:
                 break
-        return Probe(np.zeros((1, 8), dtype=np.uint64), np.full(1, -1, dtype=np.int64))
+        return None
+
+    def stands(self, entry: Entry) -> bool:
+        """As `unchanged`, for an entry of `find`."""
+        words = self._table.words
+        at = entry.position * 8
+        generation = entry.words[Word.GENERATION]
+        status = words[at + Word.STATUS]
+        return (
+            words[at + Word.GENERATION] == generation
+            and status >> 32 == generation & 0xFFFFFFFF
+            and status & 0xFF != BlockState.ABSENT
+        )
 
 
 def _is_whole(entry: list[int]) -> bool:

@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
-from kvstore.core.states import PutStatus
+from kvstore.core.states import BlockState, PutStatus
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.shm import LocalSession, SharedShard, connect_local
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
-from kvstore.wire.frames import HEADER_BYTES, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
+from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
     FETCH_ROW,
     LOOKUP_ROW,
@@ -206,6 +206,9 @@ class _Connection:
             case Op.OPEN:
                 self._open(frame, body, deadline)
             case op if op in _FORWARDED:
+                if frame.flags & NO_REPLY:
+                    self._session.channel.post(Op(op), body, Deadline(SHARD_TIMEOUT_S))
+                    return
                 answer = self._session.channel.call(Op(op), body, Deadline(SHARD_TIMEOUT_S))
                 if op == Op.RESERVE:
                     self._remember(answer)
@@ -235,10 +238,11 @@ class _Connection:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
         hold = KeyRequest(request.namespace, request.keys, layers=request.layers, ttl_ms=int(HOLD_S * 1000))
-        lease, rows = self._session.lease(hold, Deadline(SHARD_TIMEOUT_S))
+        lease, held = self._session.lease(hold, Deadline(SHARD_TIMEOUT_S))
         try:
-            found = rows["held"] == 1
-            offsets, generations = rows["offset"][found].astype(np.int64), rows["generation"][found]
+            found = held.states != BlockState.ABSENT
+            offsets, generations = held.offsets[found], held.generations[found]
+            self._session.shared.note_use(held.handles[found])
             sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
             pool = memoryview(self._session.shared.pool_read_only)
             start, size = first * layer_bytes, (end - first) * layer_bytes

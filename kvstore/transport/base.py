@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -45,26 +45,26 @@ class LinkMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counters = LinkCounters()
-        self._reported = LinkCounters()
+        self._counts = {spec.name: 0 for spec in fields(LinkCounters)}
+        self._reported = dict(self._counts)
 
     @property
     def counters(self) -> LinkCounters:
         """The totals so far."""
-        return self._counters
+        with self._lock:
+            return LinkCounters(**self._counts)
 
     def add(self, **amounts: int) -> None:
         """Add to some of the counters."""
         with self._lock:
-            now = asdict(self._counters)
-            self._counters = LinkCounters(**{**now, **{name: now[name] + amount for name, amount in amounts.items()}})
+            for name, amount in amounts.items():
+                self._counts[name] += amount
 
     def take_report(self) -> bytes:
         """Body of a REPORT: what happened since the last one."""
         with self._lock:
-            before, self._reported = self._reported, self._counters
-        now = self._reported
-        return np.array([getattr(now, name) - getattr(before, name) for name in REPORT_FIELDS], dtype=U64).tobytes()
+            before, self._reported = self._reported, dict(self._counts)
+            return np.array([self._reported[name] - before[name] for name in REPORT_FIELDS], dtype=U64).tobytes()
 
 
 class HeldBlocks(Protocol):
@@ -76,12 +76,16 @@ class HeldBlocks(Protocol):
         """Read-only bytes of one block that is held."""
         ...
 
-    def renew(self, ttl_s: float, timeout_s: float) -> bool:
-        """Prolong; False when the lease has run out."""
+    def valid(self) -> bool:
+        """Whether the lease has held without a gap until now: only then are the bytes read under it the blocks'."""
         ...
 
-    def release(self, timeout_s: float) -> bool:
-        """Give back; False when the lease had run out before: what was read under it may be another block's bytes."""
+    def renew(self, ttl_s: float, timeout_s: float) -> None:
+        """Prolong, if it has not run out."""
+        ...
+
+    def release(self, timeout_s: float) -> None:
+        """Give back. Ask `valid` before."""
         ...
 
 

@@ -41,8 +41,12 @@ class Region:
 
     def piece(self, row: int, size_bytes: int) -> memoryview:
         """Memory of one block."""
+        return memoryview(self.array(row, size_bytes))
+
+    def array(self, row: int, size_bytes: int) -> Bytes:
+        """The same as an array."""
         start = int(self.offsets[row])
-        return memoryview(self.memory)[start : start + size_bytes]
+        return self.memory[start : start + size_bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,11 @@ class Pieces:
 
     def piece(self, row: int, size_bytes: int) -> memoryview:
         """Memory of one block."""
-        return memoryview(self.memories[row])[:size_bytes]
+        return memoryview(self.array(row, size_bytes))
+
+    def array(self, row: int, size_bytes: int) -> Bytes:
+        """The same as an array."""
+        return self.memories[row][:size_bytes]
 
 
 Blocks = Region | Pieces

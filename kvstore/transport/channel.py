@@ -25,13 +25,14 @@ from kvstore.core.errors import (
     Unavailable,
     UsageError,
 )
-from kvstore.wire.frames import HEADER_BYTES, Frame, Op, Status, decode_header, encode
+from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, Frame, Op, Status, decode_header, encode
 
 # Measured on loopback: larger sends leave the processor's cache between sender and receiver and run at half the speed
 # (docs/adr/0004).
 SEND_BYTES_MAX = 1 << 20
 RECEIVE_BYTES_MAX = 256 << 10
 _IOVECS_MAX = 512
+_SMALL_READ_BYTES = 16 << 10
 _WAIT_S_MIN = 0.001
 _SLACK = 0.1  # of the time left: how far a bound in force may be off
 _TIMED_OUT = -1
@@ -88,6 +89,12 @@ class Stream:
 
     def send(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all parts in order."""
+        if len(parts) == 1 and len(parts[0]) <= _SMALL_READ_BYTES:
+            self._bound(socket.SO_SNDTIMEO, deadline)
+            sent = self._call(self.sock.send, parts[0])
+            if sent == len(parts[0]):
+                return
+            parts = [memoryview(parts[0])[max(0, sent) :]]
         pending = [piece for part in parts for piece in _pieces(memoryview(part).cast("B"))]
         first = 0
         while first < len(pending):
@@ -113,6 +120,20 @@ class Stream:
             if not got:
                 raise Unavailable(f"{self.peer} closed the connection")
             target = target[got:]
+
+    def receive_some(self, deadline: Deadline) -> bytes:
+        """What has arrived, at least one byte; a small message in one piece."""
+        while True:
+            self._bound(socket.SO_RCVTIMEO, deadline)
+            try:
+                data = self.sock.recv(_SMALL_READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as cause:
+                raise Unavailable(f"{self.peer}: {cause.strerror or cause}") from cause
+            if not data:
+                raise Unavailable(f"{self.peer} closed the connection")
+            return data
 
     def receive(self, size_bytes: int, deadline: Deadline) -> bytearray:
         """That many bytes. For heads and bodies, whose size has been checked."""
@@ -185,7 +206,16 @@ class Channel:
         """
         with self.exchange(deadline) as exchange:
             exchange.send(op, body)
-            return exchange.reply()[1]
+            return exchange.whole_reply()
+
+    def post(self, op: Op, body: bytes, deadline: Deadline) -> None:
+        """Send a request that nobody answers.
+
+        Raises:
+            Unavailable, DeadlineExceeded: the channel is closed.
+        """
+        with self.exchange(deadline) as exchange:
+            exchange.send(op, body, flags=NO_REPLY)
 
     def exchange(self, deadline: Deadline) -> Exchange:
         """A request whose parts the caller sends and receives itself, as a context manager that holds the channel."""
@@ -231,10 +261,10 @@ class Exchange:
             self._channel.close()
         self._channel.release()
 
-    def send(self, op: Op, body: bytes) -> None:
+    def send(self, op: Op, body: bytes, *, flags: int = 0) -> None:
         """Send a request without payload."""
         self._op = op
-        self._stream.send([encode(op, self._request, body)], self.deadline)
+        self._stream.send([encode(op, self._request, body, flags=flags)], self.deadline)
 
     def send_payload(self, op: Op, body: bytes, payload_bytes: int, payload: Iterable[memoryview]) -> None:
         """Send a request and its payload. Each piece is taken from the iterator when the one before has been sent."""
@@ -252,10 +282,25 @@ class Exchange:
         frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, self.deadline)))
         return frame, self._check(frame)
 
+    def whole_reply(self) -> bytes:
+        """Body of a reply that no payload follows; mostly one system call."""
+        data = self._stream.receive_some(self.deadline)
+        while len(data) < HEADER_BYTES:
+            data += self._stream.receive_some(self.deadline)
+        frame = decode_header(data)
+        missing = HEADER_BYTES + frame.body_bytes - len(data)
+        if frame.payload_bytes or missing < 0:
+            raise ProtocolError(f"{self._stream.peer} sent more than a reply")
+        if missing:
+            data += self._stream.receive(missing, self.deadline)
+        return self._judge(frame, data[HEADER_BYTES:])
+
     def _check(self, frame: Frame) -> bytes:
+        return self._judge(frame, bytes(self._stream.receive(frame.body_bytes, self.deadline)))
+
+    def _judge(self, frame: Frame, body: bytes) -> bytes:
         if frame.request != self._request or frame.op != self._op:
             raise ProtocolError(f"{self._stream.peer} answered request {frame.request} instead of {self._request}")
-        body = bytes(self._stream.receive(frame.body_bytes, self.deadline))
         if frame.status != Status.OK:
             raise _ERRORS.get(frame.status, ProtocolError)(body.decode(errors="replace"))
         return body

@@ -110,7 +110,7 @@ class TcpLink:
     def open(self, namespace: Namespace, timeout_s: float) -> None:
         with self._exchange(Deadline(timeout_s)) as exchange:
             exchange.send(Op.OPEN, encode_json(describe(namespace)))
-            self._number = int.from_bytes(exchange.reply()[1], "little")
+            self._number = int.from_bytes(exchange.whole_reply(), "little")
         self._namespace = namespace
 
     def lookup(self, keys: Keys, timeout_s: float) -> Lookup:
@@ -171,7 +171,7 @@ class TcpLink:
     def report(self, timeout_s: float) -> None:
         with self._exchange(Deadline(timeout_s)) as exchange:
             exchange.send(Op.REPORT, self.meter.take_report())
-            exchange.reply()
+            exchange.whole_reply()
 
     def close(self) -> None:
         with self._free:
@@ -223,7 +223,7 @@ class TcpLink:
         size = self._opened().block_bytes
         request = KeyRequest(self._number, keys, ttl_ms=int(RESERVATION_TTL_S * 1000), size_bytes=size)
         exchange.send(Op.RESERVE, request.encode())
-        rows = decode_rows(exchange.reply()[1], RESERVE_ROW, len(keys))
+        rows = decode_rows(exchange.whole_reply(), RESERVE_ROW, len(keys))
         statuses = rows["status"].copy()
         mine = np.flatnonzero(statuses == PutStatus.STORED)
         if not len(mine):
@@ -231,7 +231,7 @@ class TcpLink:
         refs = np.zeros(len(mine), dtype=REF)
         refs["handle"], refs["generation"] = rows["handle"][mine], rows["generation"][mine]
         exchange.send_payload(Op.WRITE, RefRequest(refs, self._number).encode(), *self._payload(mine, blocks, size))
-        done = np.frombuffer(exchange.reply()[1], dtype=np.bool_, count=len(mine))
+        done = np.frombuffer(exchange.whole_reply(), dtype=np.bool_, count=len(mine))
         statuses[mine[~done]] = PutStatus.FAILED
         return statuses
 
@@ -261,7 +261,7 @@ class TcpLink:
     def _call(self, op: Op, request: KeyRequest, deadline: Deadline) -> bytes:
         with self._exchange(deadline) as exchange:
             exchange.send(op, request.encode())
-            return exchange.reply()[1]
+            return exchange.whole_reply()
 
     @contextmanager
     def _exchange(self, deadline: Deadline) -> Iterator[Exchange]:
@@ -325,13 +325,14 @@ class CopiedBlocks:
     def block(self, row: int) -> NDArray[np.uint8]:
         return self._blocks[row]
 
-    def renew(self, ttl_s: float, timeout_s: float) -> bool:
-        del ttl_s, timeout_s
+    def valid(self) -> bool:
         return True
 
-    def release(self, timeout_s: float) -> bool:
-        del timeout_s
-        return True
+    def renew(self, ttl_s: float, timeout_s: float) -> None:
+        """Nothing to prolong: the bytes are ours."""
+
+    def release(self, timeout_s: float) -> None:
+        """Nothing to give back."""
 
 
 def _split(keys: Keys, each: int) -> Iterator[Keys]:

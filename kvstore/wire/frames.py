@@ -6,7 +6,7 @@ One protocol for the local socket (beside shared memory) and the TCP data port. 
 0   magic      4 bytes  "KVS1"
 4   op         uint8    `Op`
 5   status     uint8    `Status` in replies, 0 in requests
-6   reserved   uint16   0
+6   flags      uint16   bit 0 in requests: no reply is wanted
 8   request    uint32   chosen by the client, repeated in the reply
 12  body       uint32   bytes of the body that follows, at most BODY_BYTES_MAX
 16  payload    uint64   bytes of KV that follow the body
@@ -68,26 +68,26 @@ class Status(IntEnum):
     BUSY = 6  # a limit on connections or sessions
 
 
+NO_REPLY = 1
+_FIRST_OP, _LAST_OP = int(min(Op)), int(max(Op))
+
+
 class Frame(NamedTuple):
     """A frame's header."""
 
     op: int
     status: int
+    flags: int
     request: int
     body_bytes: int
     payload_bytes: int
 
 
-def encode_header(op: int, request: int, body_bytes: int, payload_bytes: int = 0, status: int = 0) -> bytes:
-    """The 24 bytes of a header."""
-    return HEADER.pack(MAGIC, op, status, 0, request, body_bytes, payload_bytes)
-
-
-def encode(op: int, request: int, body: bytes, payload_bytes: int = 0, status: int = 0) -> bytes:
+def encode(op: int, request: int, body: bytes, payload_bytes: int = 0, status: int = 0, flags: int = 0) -> bytes:
     """Header and body. The payload, if any, is sent after it straight from where it lies."""
     if len(body) > BODY_BYTES_MAX:
         raise ProtocolError(f"a message body of {len(body)} bytes is over the limit of {BODY_BYTES_MAX}")
-    return HEADER.pack(MAGIC, op, status, 0, request, len(body), payload_bytes) + body
+    return HEADER.pack(MAGIC, op, status, flags, request, len(body), payload_bytes) + body
 
 
 def decode_header(data: bytes | memoryview) -> Frame:
@@ -96,16 +96,16 @@ def decode_header(data: bytes | memoryview) -> Frame:
     Raises:
         ProtocolError: wrong magic, unknown operation, or a size over the limit.
     """
-    magic, op, status, reserved, request, body_bytes, payload_bytes = HEADER.unpack_from(data)
-    if magic != MAGIC or reserved:
+    magic, op, status, flags, request, body_bytes, payload_bytes = HEADER.unpack_from(data)
+    if magic != MAGIC or flags & ~NO_REPLY:
         raise ProtocolError("not a kvstore frame")
-    if not Op.HELLO <= op <= Op.TOUCH:
+    if not _FIRST_OP <= op <= _LAST_OP:
         raise ProtocolError(f"unknown operation {op}")
     if body_bytes > BODY_BYTES_MAX:
         raise ProtocolError(f"a message body of {body_bytes} bytes is over the limit of {BODY_BYTES_MAX}")
     if payload_bytes > PAYLOAD_BYTES_MAX:
         raise ProtocolError(f"a payload of {payload_bytes} bytes is over the limit of {PAYLOAD_BYTES_MAX}")
-    return Frame(op, status, request, body_bytes, payload_bytes)
+    return Frame(op, status, flags, request, body_bytes, payload_bytes)
 
 
 class FrameReader:

@@ -17,23 +17,12 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ProtocolError
 from kvstore.core.keys import KEY_DTYPE
 
-KEYS_MAX = 16384
+KEYS_MAX = 8192
+ENTRY_WORDS = 8  # an entry of the index, as LEASE answers with it
 ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is meant
 
 LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
 RESERVE_ROW = np.dtype([("status", "u1"), ("pad", "V3"), ("handle", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
-LEASE_ROW = np.dtype(
-    [
-        ("held", "u1"),
-        ("pad", "u1"),
-        ("layers_ready", "<u2"),
-        ("size", "<u4"),
-        ("handle", "<u4"),
-        ("pad2", "V4"),
-        ("generation", "<u8"),
-        ("offset", "<u8"),
-    ]
-)
 FETCH_ROW = np.dtype([("found", "u1"), ("pad", "V3"), ("bytes", "<u4")])
 REF = np.dtype([("handle", "<u4"), ("pad", "V4"), ("generation", "<u8")])
 REPORT_FIELDS = (  # of a REPORT, uint64 each

@@ -12,6 +12,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from kvstore.server.children import read_configuration, say_ready
 from kvstore.server.eviction.lru import LruPolicy
 from kvstore.server.shard.shard import IndexSegment, NamespaceInfo, Session, Shard
 from kvstore.transport.memory import create_segment, map_segment, prefault, read_only
-from kvstore.wire.frames import PROTOCOL_VERSION, Frame, FrameReader, Op, Status, encode
+from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Frame, FrameReader, Op, Status, encode
 from kvstore.wire.messages import (
     REPORT_FIELDS,
     U64,
@@ -36,6 +37,7 @@ from kvstore.wire.messages import (
     encode_json,
 )
 
+_ATTACH = int(Op.ATTACH)
 SESSIONS_MAX = 4096
 BACKLOG_BYTES_MAX = 8 << 20  # unread replies; a client that lets more pile up is disconnected
 TICK_S = 0.1
@@ -98,6 +100,7 @@ class ShardServer:
             new_segment=IndexMemory().new_segment,
             policy=LruPolicy(self._pool.touch_board),
         )
+        self._handlers = self._answers()
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(config.socket_path)
@@ -163,61 +166,66 @@ class ShardServer:
 
     def _handle(self, connection: _Connection, frame: Frame, body: bytes) -> None:
         try:
-            if frame.op == Op.ATTACH:
+            if frame.op == _ATTACH:
                 self._attach(connection, frame)
                 return
-            answer = self._answer(connection.session, frame.op, body)
-            status = Status.OK
+            handler = self._handlers.get(frame.op)
+            if handler is None:
+                raise ProtocolError(f"operation {frame.op} is not for the local socket")
+            answer, status = handler(connection.session, body, time.monotonic()), 0
         except BlockTooLarge as error:
             answer, status = str(error).encode(), Status.TOO_LARGE
         except NamespaceMismatch as error:
             answer, status = str(error).encode(), Status.NAMESPACE_MISMATCH
         except UsageError as error:
             answer, status = str(error).encode(), Status.BAD_REQUEST
-        self._send(connection, encode(frame.op, frame.request, answer, status=status))
+        if not frame.flags & NO_REPLY:
+            self._send(connection, encode(frame.op, frame.request, answer, status=status))
 
-    def _answer(self, session: Session, op: int, body: bytes) -> bytes:
-        """One honest switch over what a client can ask."""
+    def _answers(self) -> dict[int, Callable[[Session, bytes, float], bytes]]:
+        """What a client can ask, as one table."""
         shard = self._shard
-        now_s = time.monotonic()
-        match op:
-            case Op.LOOKUP:
-                return shard.lookup(KeyRequest.decode(body)).tobytes()
-            case Op.RESERVE:
-                return shard.reserve(session, KeyRequest.decode(body), now_s).tobytes()
-            case Op.PUBLISH:
-                request = RefRequest.decode(body)
-                return shard.publish(session, request.refs, request.layers_ready).tobytes()
-            case Op.COMMIT:
-                return shard.commit(session, RefRequest.decode(body).refs).tobytes()
-            case Op.ABORT:
-                return shard.abort(session, RefRequest.decode(body).refs).tobytes()
-            case Op.LEASE:
-                number, rows = shard.lease(session, KeyRequest.decode(body), now_s)
-                return number.to_bytes(8, "little") + rows.tobytes()
-            case Op.RENEW:
-                request = LeaseRequest.decode(body)
-                return shard.renew(session, request.leases, request.ttl_ms, now_s).tobytes()
-            case Op.RELEASE:
-                return shard.release(session, LeaseRequest.decode(body).leases, now_s).tobytes()
-            case Op.DELETE:
-                return shard.delete(KeyRequest.decode(body)).tobytes()
-            case Op.PIN:
-                return shard.pin(KeyRequest.decode(body)).tobytes()
-            case Op.TOUCH:
-                return shard.touch(KeyRequest.decode(body)).tobytes()
-            case Op.OPEN:
-                return shard.open_namespace(_namespace_info(decode_json(body))).to_bytes(2, "little")
-            case Op.FLUSH:
-                return shard.flush(body).to_bytes(8, "little")
-            case Op.STATS:
-                return encode_json(self._stats())
-            case Op.REPORT:
-                amounts = decode_rows(body, U64, len(REPORT_FIELDS)).tolist()
-                shard.note_report(dict(zip(REPORT_FIELDS, amounts, strict=True)))
-                return b""
-            case _:
-                raise ProtocolError(f"operation {op} is not for the local socket")
+
+        def lease(session: Session, body: bytes, now_s: float) -> bytes:
+            number, entries = shard.lease(session, KeyRequest.decode(body), now_s)
+            return number.to_bytes(8, "little") + entries.tobytes()
+
+        def renew(session: Session, body: bytes, now_s: float) -> bytes:
+            request = LeaseRequest.decode(body)
+            return shard.renew(session, request.leases, request.ttl_ms, now_s).tobytes()
+
+        def publish(session: Session, body: bytes, _: float) -> bytes:
+            request = RefRequest.decode(body)
+            return shard.publish(session, request.refs, request.layers_ready).tobytes()
+
+        def report(_: Session, body: bytes, __: float) -> bytes:
+            amounts = decode_rows(body, U64, len(REPORT_FIELDS)).tolist()
+            shard.note_report(dict(zip(REPORT_FIELDS, amounts, strict=True)))
+            return b""
+
+        return {
+            int(Op.OPEN): lambda _, body, __: shard.open_namespace(_namespace_info(decode_json(body))).to_bytes(
+                2, "little"
+            ),
+            int(Op.LOOKUP): lambda _, body, __: shard.lookup(KeyRequest.decode(body)).tobytes(),
+            int(Op.RESERVE): lambda session, body, now_s: shard.reserve(
+                session, KeyRequest.decode(body), now_s
+            ).tobytes(),
+            int(Op.PUBLISH): publish,
+            int(Op.COMMIT): lambda session, body, _: shard.commit(session, RefRequest.decode(body).refs).tobytes(),
+            int(Op.ABORT): lambda session, body, _: shard.abort(session, RefRequest.decode(body).refs).tobytes(),
+            int(Op.LEASE): lease,
+            int(Op.RENEW): renew,
+            int(Op.RELEASE): lambda session, body, now_s: shard.release(
+                session, LeaseRequest.decode(body).leases, now_s
+            ).tobytes(),
+            int(Op.DELETE): lambda _, body, __: shard.delete(KeyRequest.decode(body)).tobytes(),
+            int(Op.PIN): lambda _, body, __: shard.pin(KeyRequest.decode(body)).tobytes(),
+            int(Op.TOUCH): lambda _, body, __: shard.touch(KeyRequest.decode(body)).tobytes(),
+            int(Op.FLUSH): lambda _, body, __: shard.flush(body).to_bytes(8, "little"),
+            int(Op.STATS): lambda _, __, ___: encode_json(self._stats()),
+            int(Op.REPORT): report,
+        }
 
     def _attach(self, connection: _Connection, frame: Frame) -> None:
         """Descriptors go with the reply: index (read-only), pool (read-only), pool (writable), touch board

@@ -29,7 +29,7 @@ from kvstore.server.eviction.base import EvictionPolicy
 from kvstore.server.shard.allocator import SlotAllocator
 from kvstore.server.shard.blocks import BlockTable, Life
 from kvstore.transport.trailer import slot_payload_bytes
-from kvstore.wire.messages import ANY_NAMESPACE, LEASE_ROW, LOOKUP_ROW, RESERVE_ROW, KeyRequest
+from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -38,6 +38,7 @@ Rows = NDArray[np.void]
 INDEX_LOAD_MAX = 0.85
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
+_CONDEMNED = int(Life.CONDEMNED)
 CHUNKS_TRIED_MAX = 8  # chunks of other sizes looked at per round of eviction
 
 
@@ -212,28 +213,23 @@ class Shard:
         rows["size"] = found.sizes
         return rows
 
-    def lease(self, session: Session, request: KeyRequest, now_s: float) -> tuple[int, Rows]:
-        """Hold the blocks whose first `layers[1]` layers are there: lease number and `LEASE_ROW`, shape (n,)."""
+    def lease(self, session: Session, request: KeyRequest, now_s: float) -> tuple[int, NDArray[np.uint64]]:
+        """Hold the blocks whose first `layers[1]` layers are there: lease number, and the index entries of the blocks
+        held, shape (n, 8); rows of the others are zero. The reader leaves its trace on the touch board itself.
+        """
         info = self.namespace(request.namespace)
         found = self._reader.probe(request.keys)
         held = found.readable(request.namespace, request.layers[1], info.block_bytes)
-        rows = np.zeros(len(request.keys), dtype=LEASE_ROW)
-        rows["held"] = held
-        rows["layers_ready"] = found.layers_ready
-        rows["size"] = found.sizes
-        rows["handle"] = found.handles
-        rows["generation"] = found.generations
-        rows["offset"] = found.offsets
+        found.entries[~held] = 0
         handles = found.handles[held]
         np.add.at(self.blocks.holds, handles, 1)
-        self._touch(handles)
         self._lease_number += 1
         lease = _Lease(session, handles, now_s + _ttl_s(request.ttl_ms))
         self._leases[self._lease_number] = lease
         session.leases.add(self._lease_number)
         heapq.heappush(self._lease_expiries, (lease.deadline_s, self._lease_number))
         self.counters.leases += 1
-        return self._lease_number, rows
+        return self._lease_number, found.entries
 
     def renew(self, session: Session, leases: NDArray[np.uint64], ttl_ms: int, now_s: float) -> U8:
         """Prolong leases: 1 = renewed, 0 = ran out or not yours. Shape (n,)."""
@@ -263,7 +259,9 @@ class Shard:
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
         committed = found.states == BlockState.COMMITTED
-        self._touch(found.handles[committed])
+        handles = found.handles[committed]
+        _, first = np.unique(handles, return_index=True)
+        self.policy.touch(handles[np.sort(first)])
         return committed.astype(np.uint8)
 
     # --- writing -----------------------------------------------------------------------------------------------------
@@ -296,8 +294,9 @@ class Shard:
         rows["status"][states == BlockState.RESERVED] = PutStatus.PENDING
         self.counters.duplicate_puts += int(np.count_nonzero(states))
         absent = np.flatnonzero(states == BlockState.ABSENT)
+        rows["status"][absent] = PutStatus.PENDING  # of a key that is named twice, all but the first
         fresh = absent[_first_of_each(request.keys[absent])]
-        rows["status"][np.setdiff1d(absent, fresh)] = PutStatus.PENDING
+        rows["status"][fresh] = PutStatus.STORED
         granted = self._reserve_fresh(session, request, info, fresh, rows, now_s)
         refused = fresh[granted:]
         rows["status"][refused] = PutStatus.NO_ROOM
@@ -556,13 +555,10 @@ class Shard:
         lease.session.leases.discard(number)
         blocks = self.blocks
         np.subtract.at(blocks.holds, lease.handles, 1)
-        handles = np.unique(lease.handles)
-        self._let_go(handles[(blocks.life[handles] == Life.CONDEMNED) & (blocks.holds[handles] == 0)])
-
-    def _touch(self, handles: I64) -> None:
-        committed = handles[self.blocks.life[handles] == Life.COMMITTED]
-        _, first = np.unique(committed, return_index=True)
-        self.policy.touch(committed[np.sort(first)])
+        condemned = lease.handles[blocks.life[lease.handles] == _CONDEMNED]
+        if len(condemned):
+            handles = np.unique(condemned)
+            self._let_go(handles[blocks.holds[handles] == 0])
 
     def _allocate(self, slot_bytes: int, count: int) -> I64:
         """Up to `count` slots, evicting what the policy offers until there are enough or nothing may go."""
