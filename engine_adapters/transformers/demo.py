@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -344,6 +344,9 @@ def _child(command: list[str], **streams: Any) -> Iterator[subprocess.Popen[str]
                 process.wait(timeout=5.0)
             except subprocess.TimeoutExpired:
                 process.kill()
+            if process.stdin is not None:
+                with suppress(BrokenPipeError):  # a command that a dead worker never took
+                    process.stdin.close()
 
 
 def _last_line(log: Path) -> str:

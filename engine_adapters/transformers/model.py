@@ -79,7 +79,7 @@ def _convert(weights: Path, folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     except OSError as cause:
-        raise ConfigError(f"{folder.parent}: no room for the converted model, set XDG_CACHE_HOME ({cause})") from cause
+        raise ConfigError(f"{folder.parent}: no place for the converted model, set XDG_CACHE_HOME ({cause})") from cause
     try:
         _read_gguf(weights).save_pretrained(building)
         AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(building)

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,7 @@ GOOD = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # the first run on a machine converts the weights
 def test_a_prompt_prefilled_in_one_process_is_answered_alike_in_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,15 +68,32 @@ def test_a_flag_out_of_range_is_named(flag: str, capsys: pytest.CaptureFixture[s
     assert f"{flag} 0: allowed is" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_every_process() -> None:
+@pytest.fixture
+def running_demo() -> Iterator[subprocess.Popen[str]]:
+    """A demo whose server and first worker run."""
     command = [sys.executable, "-m", "engine_adapters.transformers.demo"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
         assert demo.stdout is not None
-        assert demo.stdout.readline()  # the first sign of progress: server and worker run
-        children = psutil.Process(demo.pid).children(recursive=True)
-        assert children
-        demo.send_signal(signal.SIGINT)
-        errors = demo.communicate(timeout=30)[1]
-    assert (demo.returncode, errors.strip()) == (130, "interrupted")
+        for line in demo.stdout:
+            if line.startswith("prefill worker"):
+                break
+        yield demo
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_named_and_ends_the_demo(running_demo: subprocess.Popen[str]) -> None:
+    children = psutil.Process(running_demo.pid).children()
+    [worker] = [child for child in children if child.cmdline()[-1] == "engine_adapters.transformers.worker"]
+    worker.kill()
+    errors = running_demo.communicate(timeout=30)[1]
+    assert running_demo.returncode == 1
+    assert errors.strip() == "demo failed: prefill worker ended during load: exit status -9"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process(running_demo: subprocess.Popen[str]) -> None:
+    children = psutil.Process(running_demo.pid).children(recursive=True)
+    running_demo.send_signal(signal.SIGINT)
+    errors = running_demo.communicate(timeout=30)[1]
+    assert (running_demo.returncode, errors.strip()) == (130, "interrupted")
     assert psutil.wait_procs(children, timeout=5)[1] == []
