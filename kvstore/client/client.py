@@ -415,12 +415,11 @@ class View:
         self._renew_at_s = time.monotonic() + ttl_s / 3
         self._lock = threading.Lock()
         self.ok: Mask = np.zeros(count, dtype=np.bool_)
-        self._part = np.zeros(count, dtype=np.int64)
-        self._row = np.zeros(count, dtype=np.int64)
-        for number, (rows, held) in enumerate(parts):
+        self._blocks: list[NDArray[np.uint8] | None] = [None] * count
+        for rows, held in parts:
             self.ok[rows] = held.held
-            self._part[rows] = number
-            self._row[rows] = np.arange(len(rows))
+            for row, block in zip(rows.tolist(), held.blocks(), strict=True):
+                self._blocks[row] = block
 
     @property
     def hit_blocks(self) -> int:
@@ -433,13 +432,13 @@ class View:
     def __getitem__(self, row: int) -> NDArray[np.uint8] | None:
         if not self._open:
             raise UsageError("the view is closed; its blocks may be others' by now")
-        return self._parts[self._part[row]][1].block(int(self._row[row])) if self.ok[row] else None
+        return self._blocks[row]
 
     def array(
         self, row: int, dtype: DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> NDArray[Any] | None:
         """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss."""
-        block = self[row]
+        block: NDArray[Any] | None = self[row]
         if block is None:
             return None
         typed = block.view(self._namespace.dtype if dtype is None else dtype)
@@ -465,6 +464,7 @@ class View:
             if not self._open:
                 return
             self._open = False
+            self._blocks = []
             try:
                 self.check()
             finally:

@@ -41,7 +41,7 @@ I64 = NDArray[np.int64]
 
 
 class Header:
-    """Words of the header. (Plain integers: looking up an enum member costs as much as a step of the probe.)"""
+    """Words of the header. Plain integers: looking up an enum's member costs as much as a step of the probe."""
 
     MAGIC: Final = 0
     VERSION: Final = 1

@@ -45,6 +45,10 @@ class Probe:
     entries: U64  # (n, 8), `Word` names the columns
     positions: I64  # (n,), place in the table, for `IndexReader.unchanged`
 
+    def take(self, rows: I64) -> Probe:
+        """Some of the keys."""
+        return Probe(self.entries[rows], self.positions[rows])
+
     @property
     def states(self) -> NDArray[np.uint8]:
         """`BlockState` of each key, shape (n,)."""

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
-from kvstore.core.states import BlockState, PutStatus
+from kvstore.core.states import PutStatus
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -237,12 +237,16 @@ class _Connection:
         if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
-        hold = KeyRequest(request.namespace, request.keys, layers=request.layers, ttl_ms=int(HOLD_S * 1000))
-        lease, held = self._session.lease(hold, Deadline(SHARD_TIMEOUT_S))
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        probe = self._session.index(shard_deadline).probe(request.keys)
+        found = probe.readable(request.namespace, end, layers * layer_bytes)
+        there = probe.take(np.flatnonzero(found))
+        lease, held = self._session.lease(there, HOLD_S, shard_deadline)
         try:
-            found = held.states != BlockState.ABSENT
-            offsets, generations = held.offsets[found], held.generations[found]
-            self._session.shared.note_use(held.handles[found])
+            found[found] = held
+            there = there.take(np.flatnonzero(held))
+            offsets, generations = there.offsets, there.generations
+            self._session.shared.note_use(there.handles)
             sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
             pool = memoryview(self._session.shared.pool_read_only)
             start, size = first * layer_bytes, (end - first) * layer_bytes

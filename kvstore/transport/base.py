@@ -72,8 +72,8 @@ class HeldBlocks(Protocol):
 
     held: Mask  # shape (n,)
 
-    def block(self, row: int) -> NDArray[np.uint8]:
-        """Read-only bytes of one block that is held."""
+    def blocks(self) -> list[NDArray[np.uint8] | None]:
+        """Read-only bytes of each block that is held, None for the others."""
         ...
 
     def valid(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
@@ -79,13 +78,16 @@ class Stream:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self.sock = sock
         self.peer = peer
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLRDHUP)
         self._timeouts: dict[int, float] = {}
 
     def alive(self) -> bool:
         """False once the peer has closed or died."""
-        return not self._poll.poll(0)
+        try:
+            return self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True  # nothing to read, and no end either
+        except OSError:
+            return False
 
     def send(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
         """Send all parts in order."""

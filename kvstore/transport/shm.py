@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
-from kvstore.core.states import BlockState, PutStatus
+from kvstore.core.states import PutStatus
 from kvstore.index import IndexReader, Probe
+from kvstore.index.layout import POOL_UNIT_BYTES
 from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import Channel, Deadline, Stream
@@ -30,12 +32,9 @@ from kvstore.transport.memory import map_segment, prefault
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
-    ENTRY_WORDS,
     KEYS_MAX,
     LOOKUP_ROW,
-    REF,
     RESERVE_ROW,
-    U64,
     KeyRequest,
     LeaseRequest,
     RefRequest,
@@ -148,17 +147,16 @@ class ShardCalls:
 
     def settle(self, op: Op, rows: NDArray[np.void], deadline: Deadline) -> Mask:
         """COMMIT or ABORT of reserved rows; for which it came in time."""
-        refs = np.zeros(len(rows), dtype=REF)
-        refs["handle"] = rows["handle"]
-        refs["generation"] = rows["generation"]
-        answer = self.channel.call(op, RefRequest(refs).encode(), deadline)
+        request = RefRequest.of(rows["handle"], rows["generation"])
+        answer = self.channel.call(op, request.encode(), deadline)
         return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
 
-    def lease(self, request: KeyRequest, deadline: Deadline) -> tuple[int, Probe]:
-        """Lease number, and the blocks that are held now; the others are absent in it."""
+    def lease(self, found: Probe, ttl_s: float, deadline: Deadline) -> tuple[int, Mask]:
+        """Lease on blocks that a probe found: its number, and which are held (the others are gone)."""
+        request = RefRequest.of(found.handles, found.generations, ttl_ms=_ms(ttl_s))
         answer = self.channel.call(Op.LEASE, request.encode(), deadline)
-        words = decode_rows(answer, U64, len(request.keys) * ENTRY_WORDS, offset=8).reshape(-1, ENTRY_WORDS)
-        return int.from_bytes(answer[:8], "little"), Probe(words, np.full(len(words), -1, dtype=np.int64))
+        held = np.frombuffer(answer, dtype=np.bool_, count=len(found.entries), offset=8)
+        return int.from_bytes(answer[:8], "little"), held
 
     def renew(self, lease: int, ttl_s: float, deadline: Deadline) -> bool:
         """Prolong; False when it had run out."""
@@ -272,8 +270,10 @@ class SharedMemoryLink:
 
     def lease(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedHeldBlocks:
         self._require_usable()
-        request = KeyRequest(self._number, keys, layers=(0, self._opened().layers), ttl_ms=_ms(ttl_s))
-        return SharedHeldBlocks(self._session, request, Deadline(timeout_s))
+        namespace, deadline = self._opened(), Deadline(timeout_s)
+        probe = self._session.index(deadline).probe(keys)
+        there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
+        return SharedHeldBlocks(self._session, len(keys), there, probe.take(there), ttl_s, deadline)
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))
@@ -297,15 +297,19 @@ class SharedMemoryLink:
         """Copy what is there; rows that were filled, and rows that lost a race and may be tried again."""
         namespace = self._opened()
         index = self._session.index(deadline)
-        if not ORDERED_LOADS:
-            return self._read_leased(keys, rows, into, layers, deadline), np.zeros(0, dtype=np.int64)
         probe = index.probe(keys[rows])
         there = np.flatnonzero(probe.readable(self._number, layers[1], namespace.block_bytes))
         if not len(there):
             return there, there
         offsets = probe.offsets[there]
-        self._copy_out(into, rows[there], offsets, layers)
-        standing = index.unchanged(probe, there)
+        if ORDERED_LOADS:
+            self._copy_out(into, rows[there], offsets, layers)
+            standing = index.unchanged(probe, there)
+        else:
+            held = SharedHeldBlocks(self._session, len(rows), there, probe.take(there), RESERVATION_TTL_S, deadline)
+            self._copy_out(into, rows[there], offsets, layers)
+            standing = held.held[there] & held.valid()
+            held.release(deadline.left_s())
         self._shared.note_use(probe.handles[there])
         good = there[standing]
         if self._checksums:
@@ -330,19 +334,6 @@ class SharedMemoryLink:
                 return True
         self.meter.add(lost_races=1)
         return False
-
-    def _read_leased(
-        self, keys: Keys, rows: NDArray[np.int64], into: Blocks, layers: tuple[int, int], deadline: Deadline
-    ) -> NDArray[np.int64]:
-        request = KeyRequest(self._number, keys[rows], layers=layers, ttl_ms=_ms(RESERVATION_TTL_S))
-        asked_at_s = time.monotonic()
-        number, found = self._session.lease(request, deadline)
-        there = np.flatnonzero(found.states)
-        self._copy_out(into, rows[there], found.offsets[there], layers)
-        self._shared.note_use(found.handles[there])
-        held = self.usable and time.monotonic() < asked_at_s + RESERVATION_TTL_S
-        self._session.release(number, deadline)
-        return rows[there] if held else there[:0]
 
     def _copy_out(
         self, into: Blocks, rows: NDArray[np.int64], offsets: NDArray[np.int64], layers: tuple[int, int]
@@ -427,18 +418,36 @@ class SharedHeldBlocks:
     needs no answer.
     """
 
-    def __init__(self, session: LocalSession, request: KeyRequest, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        session: LocalSession,
+        count: int,
+        rows: NDArray[np.int64],
+        found: Probe,
+        ttl_s: float,
+        deadline: Deadline,
+    ) -> None:
         self._session = session
-        self.valid_until_s = time.monotonic() + request.ttl_ms / 1000
-        self._lease, found = session.lease(request, deadline)
-        self.held: Mask = found.states != BlockState.ABSENT
-        self._offsets: list[int] = found.offsets.tolist()
-        self._sizes: list[int] = found.sizes.tolist()
-        session.shared.note_use(found.handles[self.held])
+        self._rows = rows
+        self._units = found.offsets // POOL_UNIT_BYTES
+        self._size = int(found.sizes[0]) if len(rows) else 0
+        self.held: Mask = np.zeros(count, dtype=np.bool_)
+        self.valid_until_s = time.monotonic() + ttl_s
+        self._lease, self.held[rows] = session.lease(found, ttl_s, deadline)
+        session.shared.note_use(found.handles)
 
-    def block(self, row: int) -> NDArray[np.uint8]:
-        offset = self._offsets[row]
-        return self._session.shared.pool_read_only[offset : offset + self._sizes[row]]
+    def blocks(self) -> list[NDArray[np.uint8] | None]:
+        blocks: list[NDArray[np.uint8] | None] = [None] * len(self.held)
+        if len(self._rows):
+            # Row u of this array is the block that starts at unit u, so each view costs one index operation.
+            pool = self._session.shared.pool_read_only
+            starts = (len(pool) - self._size) // POOL_UNIT_BYTES + 1
+            at = as_strided(pool, shape=(starts, self._size), strides=(POOL_UNIT_BYTES, 1), writeable=False)
+            for row, unit in zip(self._rows.tolist(), self._units.tolist(), strict=True):
+                blocks[row] = at[unit]
+            for row in np.flatnonzero(~self.held).tolist():
+                blocks[row] = None
+        return blocks
 
     def valid(self) -> bool:
         return self._session.channel.usable and time.monotonic() < self.valid_until_s

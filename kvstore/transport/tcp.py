@@ -27,7 +27,6 @@ from kvstore.wire.messages import (
     FETCH_ROW,
     KEYS_MAX,
     LOOKUP_ROW,
-    REF,
     RESERVE_ROW,
     U64,
     KeyRequest,
@@ -228,9 +227,8 @@ class TcpLink:
         mine = np.flatnonzero(statuses == PutStatus.STORED)
         if not len(mine):
             return statuses
-        refs = np.zeros(len(mine), dtype=REF)
-        refs["handle"], refs["generation"] = rows["handle"][mine], rows["generation"][mine]
-        exchange.send_payload(Op.WRITE, RefRequest(refs, self._number).encode(), *self._payload(mine, blocks, size))
+        request = RefRequest.of(rows["handle"][mine], rows["generation"][mine], self._number)
+        exchange.send_payload(Op.WRITE, request.encode(), *self._payload(mine, blocks, size))
         done = np.frombuffer(exchange.whole_reply(), dtype=np.bool_, count=len(mine))
         statuses[mine[~done]] = PutStatus.FAILED
         return statuses
@@ -322,8 +320,8 @@ class CopiedBlocks:
         self._blocks = blocks
         self.held = held
 
-    def block(self, row: int) -> NDArray[np.uint8]:
-        return self._blocks[row]
+    def blocks(self) -> list[NDArray[np.uint8] | None]:
+        return [block if held else None for block, held in zip(self._blocks, self.held.tolist(), strict=True)]
 
     def valid(self) -> bool:
         return True

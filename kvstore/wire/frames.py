@@ -120,6 +120,10 @@ class FrameReader:
         Raises:
             ProtocolError: the stream is no sequence of frames, or one announces a payload.
         """
+        if not self._buffer and len(data) >= HEADER_BYTES:
+            frame = decode_header(data)
+            if len(data) == HEADER_BYTES + frame.body_bytes and not frame.payload_bytes:
+                return [(frame, bytes(data[HEADER_BYTES:]))]  # the usual case: one frame, whole, nothing left over
         self._buffer += data
         frames: list[tuple[Frame, bytes]] = []
         start = 0

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ProtocolError
 from kvstore.core.keys import KEY_DTYPE
 
-KEYS_MAX = 8192
-ENTRY_WORDS = 8  # an entry of the index, as LEASE answers with it
+KEYS_MAX = 16384
 ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is meant
 
 LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
@@ -36,7 +35,7 @@ REPORT_FIELDS = (  # of a REPORT, uint64 each
 U64 = np.dtype("<u8")
 
 _KEY_HEAD = struct.Struct("<HHHHIIQ")
-_REF_HEAD = struct.Struct("<HHI")
+_REF_HEAD = struct.Struct("<HHII")
 _LEASE_HEAD = struct.Struct("<II")
 
 
@@ -46,9 +45,9 @@ class KeyRequest:
 
     namespace: int  # number that OPEN gave
     keys: NDArray[np.void]  # KEY_DTYPE, shape (n,)
-    layers: tuple[int, int] = (0, 0)  # FETCH, LEASE: half-open range
+    layers: tuple[int, int] = (0, 0)  # FETCH: half-open range
     flag: int = 0  # PIN: 1 on, 0 off
-    ttl_ms: int = 0  # RESERVE, LEASE
+    ttl_ms: int = 0  # RESERVE
     size_bytes: int = 0  # RESERVE: payload bytes of each block
 
     def encode(self) -> bytes:
@@ -72,15 +71,24 @@ class KeyRequest:
 
 @dataclass(frozen=True, slots=True)
 class RefRequest:
-    """A request about blocks that the sender has reserved, named by handle and generation."""
+    """A request about blocks named by handle and generation: reserved ones of the sender, or ones to be leased."""
 
     refs: NDArray[np.void]  # REF, shape (n,)
     namespace: int = 0  # WRITE
     layers_ready: int = 0  # PUBLISH
+    ttl_ms: int = 0  # LEASE
 
     def encode(self) -> bytes:
         """The body."""
-        return _REF_HEAD.pack(self.layers_ready, self.namespace, len(self.refs)) + self.refs.tobytes()
+        head = _REF_HEAD.pack(self.layers_ready, self.namespace, self.ttl_ms, len(self.refs))
+        return head + self.refs.tobytes()
+
+    @classmethod
+    def of(cls, handles: NDArray[Any], generations: NDArray[Any], namespace: int = 0, ttl_ms: int = 0) -> RefRequest:
+        """Blocks by their handles and generations, shape (n,) each."""
+        refs = np.zeros(len(handles), dtype=REF)
+        refs["handle"], refs["generation"] = handles, generations
+        return cls(refs, namespace, ttl_ms=ttl_ms)
 
     @classmethod
     def decode(cls, body: bytes) -> RefRequest:
@@ -89,10 +97,10 @@ class RefRequest:
         Raises:
             ProtocolError: wrong length, or more than KEYS_MAX blocks.
         """
-        layers_ready, namespace, count = _unpack(_REF_HEAD, body)
+        layers_ready, namespace, ttl_ms, count = _unpack(_REF_HEAD, body)
         if count > KEYS_MAX:
             raise ProtocolError(f"{count} blocks in one message; at most {KEYS_MAX}")
-        return cls(_array(body, _REF_HEAD.size, REF, count, exact=True), namespace, layers_ready)
+        return cls(_array(body, _REF_HEAD.size, REF, count, exact=True), namespace, layers_ready, ttl_ms)
 
 
 @dataclass(frozen=True, slots=True)

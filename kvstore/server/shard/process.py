@@ -101,6 +101,7 @@ class ShardServer:
             policy=LruPolicy(self._pool.touch_board),
         )
         self._handlers = self._answers()
+        self._read_buffer = memoryview(bytearray(READ_BYTES))
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(config.socket_path)
@@ -114,6 +115,7 @@ class ShardServer:
         """Serve until `control` (a pipe from the node) is closed."""
         threading.Thread(target=self._pool.warm_up, name="warm-up", daemon=True).start()
         self._selector.register(control, selectors.EVENT_READ)
+        next_tick_s = 0.0
         while True:
             for key, events in self._selector.select(TICK_S):
                 if key.fileobj == control:
@@ -123,8 +125,11 @@ class ShardServer:
                     self._accept()
                 else:
                     self._serve(key.data, events)
-            self._shard.expire(time.monotonic())
-            self._shard.note_warm(self._pool.warm_bytes)
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + TICK_S
+                self._shard.expire(now_s)
+                self._shard.note_warm(self._pool.warm_bytes)
 
     def close(self) -> None:
         """Remove the socket file; the kernel takes the memory back with the process."""
@@ -147,10 +152,10 @@ class ShardServer:
             if events & selectors.EVENT_WRITE:
                 self._send(connection, b"")
             if events & selectors.EVENT_READ:
-                data = connection.sock.recv(READ_BYTES)
-                if not data:
+                size = connection.sock.recv_into(self._read_buffer)
+                if not size:
                     raise ConnectionError("closed by the client")
-                for frame, body in connection.reader.feed(data):
+                for frame, body in connection.reader.feed(self._read_buffer[:size]):
                     self._handle(connection, frame, body)
         except BlockingIOError:
             return
@@ -187,8 +192,9 @@ class ShardServer:
         shard = self._shard
 
         def lease(session: Session, body: bytes, now_s: float) -> bytes:
-            number, entries = shard.lease(session, KeyRequest.decode(body), now_s)
-            return number.to_bytes(8, "little") + entries.tobytes()
+            request = RefRequest.decode(body)
+            number, held = shard.lease(session, request.refs, request.ttl_ms, now_s)
+            return number.to_bytes(8, "little") + held.tobytes()
 
         def renew(session: Session, body: bytes, now_s: float) -> bytes:
             request = LeaseRequest.decode(body)
@@ -250,6 +256,14 @@ class ShardServer:
     def _send(self, connection: _Connection, data: bytes) -> None:
         """Send now what goes, keep the rest for when the client reads."""
         backlog = connection.backlog
+        if not backlog:
+            try:
+                sent = connection.sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(data):
+                return  # the usual case
+            data = data[sent:]
         backlog += data
         if len(backlog) > BACKLOG_BYTES_MAX:
             raise ConnectionError("the client does not read its replies")

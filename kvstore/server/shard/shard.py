@@ -38,7 +38,7 @@ Rows = NDArray[np.void]
 INDEX_LOAD_MAX = 0.85
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
-_CONDEMNED = int(Life.CONDEMNED)
+_RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
 CHUNKS_TRIED_MAX = 8  # chunks of other sizes looked at per round of eviction
 
 
@@ -213,23 +213,26 @@ class Shard:
         rows["size"] = found.sizes
         return rows
 
-    def lease(self, session: Session, request: KeyRequest, now_s: float) -> tuple[int, NDArray[np.uint64]]:
-        """Hold the blocks whose first `layers[1]` layers are there: lease number, and the index entries of the blocks
-        held, shape (n, 8); rows of the others are zero. The reader leaves its trace on the touch board itself.
+    def lease(self, session: Session, refs: Rows, ttl_ms: int, now_s: float) -> tuple[int, U8]:
+        """Hold blocks that the reader has found in the index: lease number, and 1 = held, 0 = gone meanwhile. Shape
+        (n,).
+
+        Whether a block holds the layers wanted was the reader's to see: a watermark only moves forward. The reader also
+        leaves its trace on the touch board itself.
         """
-        info = self.namespace(request.namespace)
-        found = self._reader.probe(request.keys)
-        held = found.readable(request.namespace, request.layers[1], info.block_bytes)
-        found.entries[~held] = 0
-        handles = found.handles[held]
-        np.add.at(self.blocks.holds, handles, 1)
+        handles, held = self._named(refs)
+        if held.any():
+            life = self.blocks.life[handles]
+            held &= (life == _COMMITTED) | (life == _RESERVED)
+        holding = handles[held]
+        np.add.at(self.blocks.holds, holding, 1)
         self._lease_number += 1
-        lease = _Lease(session, handles, now_s + _ttl_s(request.ttl_ms))
+        lease = _Lease(session, holding, now_s + _ttl_s(ttl_ms))
         self._leases[self._lease_number] = lease
         session.leases.add(self._lease_number)
         heapq.heappush(self._lease_expiries, (lease.deadline_s, self._lease_number))
         self.counters.leases += 1
-        return self._lease_number, found.entries
+        return self._lease_number, held.astype(np.uint8)
 
     def renew(self, session: Session, leases: NDArray[np.uint64], ttl_ms: int, now_s: float) -> U8:
         """Prolong leases: 1 = renewed, 0 = ran out or not yours. Shape (n,)."""
@@ -506,23 +509,27 @@ class Shard:
         if number != ANY_NAMESPACE:
             self.namespace(number)
 
-    def _mine(self, session: Session, refs: Rows, life: Life) -> tuple[I64, NDArray[np.bool_]]:
-        """Handles of refs, and which of them name a block in that state that this session reserved."""
-        handles = refs["handle"].astype(np.int64)
-        known = handles < len(self.blocks)
-        inside = np.where(known, handles, 0)
-        if not len(self.blocks):
-            return handles, known
+    def _named(self, refs: Rows) -> tuple[I64, NDArray[np.bool_]]:
+        """Handles of refs, and which of them name a block of that generation that still has its slot."""
         blocks = self.blocks
-        mine = (
-            known
-            & (blocks.life[inside] == life)
-            & (blocks.generation[inside] == refs["generation"])
-            & (blocks.owner[inside] == session.number)
-        )
+        handles = refs["handle"].astype(np.int64)
+        if not len(handles) or int(handles.max()) < len(blocks):
+            return handles, blocks.generation[handles] == refs["generation"]
+        known = handles < len(blocks)
+        handles = np.where(known, handles, 0)
+        if not len(blocks):
+            return handles, known
+        return handles, known & (blocks.generation[handles] == refs["generation"])
+
+    def _mine(self, session: Session, refs: Rows, life: Life) -> tuple[I64, NDArray[np.bool_]]:
+        """Handles of refs, and which of them name a block in that state that this session reserved, each once."""
+        handles, named = self._named(refs)
+        if not named.any():
+            return handles, named
+        named &= (self.blocks.life[handles] == life) & (self.blocks.owner[handles] == session.number)
         first = np.zeros(len(refs), dtype=np.bool_)
         first[np.unique(handles, return_index=True)[1]] = True
-        return handles, mine & first
+        return handles, named & first
 
     def _end_quarantine(self, session: Session, refs: Rows) -> None:
         """The writer has reported on a reservation that had run out: it writes there no more."""
