@@ -52,7 +52,8 @@ class SlotAllocator:
     def slot_bytes_for(self, size_bytes: int) -> int:
         """The slot size that serves a block of this size, trailer included."""
         granule = max(GRANULE_BYTES_MIN, (1 << (size_bytes.bit_length() - 1)) // 64)
-        return -(-size_bytes // granule) * granule
+        # A chunk need not be a multiple of the granule, so the largest slot may be a little finer.
+        return min(-(-size_bytes // granule) * granule, self.chunk_bytes)
 
     def chunk_of(self, offsets: I64) -> I64:
         """The chunk of each slot."""
