@@ -45,15 +45,7 @@ class LruPolicy:
         return self._live
 
     def admit(self, handles: I64) -> None:
-        self._reach(int(handles.max(initial=-1)) + 1)
-        deepest_first = handles[::-1].copy()
-        self._live += int(np.count_nonzero(self._stamp[handles] == 0))
-        stamps = np.arange(self._next_stamp, self._next_stamp + len(handles), dtype=np.int64)
-        self._next_stamp += len(handles)
-        self._stamp[deepest_first] = stamps
-        self._seen[deepest_first] = self._board[deepest_first]
-        self._log.append(_Entry(deepest_first, stamps))
-        self._logged += len(handles)
+        self._log_as_newest(handles)
         if self._logged > 4 * self._live + 1024:
             self._compact()
 
@@ -78,7 +70,8 @@ class LruPolicy:
             used_since = self._board[handles] != self._seen[handles]
             if second_chances > 0 and used_since.any():
                 second_chances -= int(np.count_nonzero(used_since))
-                self.admit(handles[used_since][::-1])
+                # No compaction here: it would list again what this call has taken already.
+                self._log_as_newest(handles[used_since][::-1])
                 handles, stamps = handles[~used_since], stamps[~used_since]
             if len(handles) > wanted:
                 self._log.appendleft(_Entry(handles[wanted:], stamps[wanted:]))
@@ -99,6 +92,17 @@ class LruPolicy:
         self._log.appendleft(_Entry(handles, stamps))
         self._logged += len(handles)
         self._live += len(handles)
+
+    def _log_as_newest(self, handles: I64) -> None:
+        self._reach(int(handles.max(initial=-1)) + 1)
+        deepest_first = handles[::-1].copy()
+        self._live += int(np.count_nonzero(self._stamp[handles] == 0))
+        stamps = np.arange(self._next_stamp, self._next_stamp + len(handles), dtype=np.int64)
+        self._next_stamp += len(handles)
+        self._stamp[deepest_first] = stamps
+        self._seen[deepest_first] = self._board[deepest_first]
+        self._log.append(_Entry(deepest_first, stamps))
+        self._logged += len(handles)
 
     def _compact(self) -> None:
         handles = np.flatnonzero(self._stamp)
