@@ -6,7 +6,6 @@ reached by then is a miss (or a put that FAILED). Only wrong input raises.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -281,15 +280,16 @@ class Client:
                 node.reconnect()
         for view in list(self._views):
             view.renew_if_due(now_s)
-        if report:
-            for node in self._nodes:
-                for number, link in enumerate(node.links):
-                    if link is None:
-                        continue
-                    try:
+        for node in self._nodes:
+            for number, link in enumerate(node.links):
+                if link is None:
+                    continue
+                try:
+                    link.tidy(self._options.timeout_s)
+                    if report:
                         link.report(self._options.timeout_s)
-                    except KvStoreError:
-                        node.drop(number, link)
+                except KvStoreError:
+                    node.drop(number, link)
 
     @staticmethod
     def _keep(client_ref: weakref.ref[Client], closed: threading.Event, kick: threading.Event) -> None:
@@ -418,7 +418,10 @@ class View:
         self._blocks: list[NDArray[np.uint8] | None] = [None] * count
         for rows, held in parts:
             self.ok[rows] = held.held
-            for row, block in zip(rows.tolist(), held.blocks(), strict=True):
+            if len(rows) == count:
+                self._blocks = held.blocks
+                continue
+            for row, block in zip(rows.tolist(), held.blocks, strict=True):
                 self._blocks[row] = block
 
     @property
@@ -469,8 +472,7 @@ class View:
                 self.check()
             finally:
                 for _, held in self._parts:
-                    with contextlib.suppress(KvStoreError):  # the session is lost, and the lease with it
-                        held.release(self._timeout_s)
+                    held.release()
 
     def __enter__(self) -> View:
         return self

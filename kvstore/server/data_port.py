@@ -255,7 +255,7 @@ class _Connection:
         finally:
             # If the lease ran out while a slow client took its time, what was sent may be mixed up. The client sees
             # it by the sums.
-            self._session.release(lease, Deadline(SHARD_TIMEOUT_S))
+            self._session.release([lease], Deadline(SHARD_TIMEOUT_S))
 
     def _fetch_small(
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline

@@ -71,10 +71,7 @@ class HeldBlocks(Protocol):
     """Blocks under a lease."""
 
     held: Mask  # shape (n,)
-
-    def blocks(self) -> list[NDArray[np.uint8] | None]:
-        """Read-only bytes of each block that is held, None for the others."""
-        ...
+    blocks: list[NDArray[np.uint8] | None]  # read-only bytes of each block that is held, None for the others
 
     def valid(self) -> bool:
         """Whether the lease has held without a gap until now: only then are the bytes read under it the blocks'."""
@@ -84,8 +81,8 @@ class HeldBlocks(Protocol):
         """Prolong, if it has not run out."""
         ...
 
-    def release(self, timeout_s: float) -> None:
-        """Give back. Ask `valid` before."""
+    def release(self) -> None:
+        """Give back, at the latest with the next `ShardLink.tidy`. Ask `valid` before."""
         ...
 
 
@@ -136,6 +133,10 @@ class ShardLink(Protocol):
 
     def touch(self, keys: Keys, timeout_s: float) -> Mask:
         """Count as used now; which are there."""
+        ...
+
+    def tidy(self, timeout_s: float) -> None:
+        """Send what was not urgent: leases that were given back. The client's background calls this all the time."""
         ...
 
     def report(self, timeout_s: float) -> None:

@@ -6,12 +6,14 @@ up once more; a second loss is a miss.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ from kvstore.wire.messages import (
 )
 
 RESERVATION_TTL_S = 30.0
+RELEASES_WAITING_MAX = 256
+RELEASE_TIMEOUT_S = 1.0
 _FDS = 4
 _PEER_CREDENTIALS = struct.Struct("3i")
 _TICK_SHIFT = 27  # touch-board ticks of 2**27 ns, about 0.13 s
@@ -151,10 +155,18 @@ class ShardCalls:
         answer = self.channel.call(op, request.encode(), deadline)
         return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
 
-    def lease(self, found: Probe, ttl_s: float, deadline: Deadline) -> tuple[int, Mask]:
-        """Lease on blocks that a probe found: its number, and which are held (the others are gone)."""
+    def lease(
+        self, found: Probe, ttl_s: float, deadline: Deadline, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[int, Mask]:
+        """Lease on blocks that a probe found: its number, and which are held (the others are gone).
+
+        `meanwhile` is run while the shard works.
+        """
         request = RefRequest.of(found.handles, found.generations, ttl_ms=_ms(ttl_s))
-        answer = self.channel.call(Op.LEASE, request.encode(), deadline)
+        with self.channel.exchange(deadline) as exchange:
+            exchange.send(Op.LEASE, request.encode())
+            meanwhile()
+            answer = exchange.whole_reply()
         held = np.frombuffer(answer, dtype=np.bool_, count=len(found.entries), offset=8)
         return int.from_bytes(answer[:8], "little"), held
 
@@ -163,9 +175,9 @@ class ShardCalls:
         request = LeaseRequest(np.array([lease], dtype=np.uint64), _ms(ttl_s))
         return self.channel.call(Op.RENEW, request.encode(), deadline) == b"\x01"
 
-    def release(self, lease: int, deadline: Deadline) -> None:
+    def release(self, leases: Sequence[int], deadline: Deadline) -> None:
         """Give back, without waiting for an answer."""
-        self.channel.post(Op.RELEASE, LeaseRequest(np.array([lease], dtype=np.uint64)).encode(), deadline)
+        self.channel.post(Op.RELEASE, LeaseRequest(np.array(leases, dtype=np.uint64)).encode(), deadline)
 
     def ask(self, op: Op, request: KeyRequest, deadline: Deadline) -> Mask:
         """DELETE, PIN or TOUCH: which keys were there."""
@@ -220,6 +232,7 @@ class SharedMemoryLink:
         self._namespace: Namespace | None = None
         self._number = 0
         self._closed = threading.Event()
+        self._to_release: list[int] = []
         self.meter = LinkMeter()
         self.boot_id = self._shared.boot_id
         threading.Thread(target=self._shared.warm_up, args=(self._closed,), name="kvstore-warm-up", daemon=True).start()
@@ -273,7 +286,7 @@ class SharedMemoryLink:
         namespace, deadline = self._opened(), Deadline(timeout_s)
         probe = self._session.index(deadline).probe(keys)
         there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
-        return SharedHeldBlocks(self._session, len(keys), there, probe.take(there), ttl_s, deadline)
+        return self._hold(len(keys), there, probe.take(there), ttl_s, deadline)
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))
@@ -283,6 +296,11 @@ class SharedMemoryLink:
 
     def touch(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.TOUCH, KeyRequest(self._number, keys), Deadline(timeout_s))
+
+    def tidy(self, timeout_s: float) -> None:
+        leases, self._to_release = self._to_release, []
+        if leases:
+            self._session.release(leases, Deadline(timeout_s))
 
     def report(self, timeout_s: float) -> None:
         self._session.channel.call(Op.REPORT, self.meter.take_report(), Deadline(timeout_s))
@@ -306,15 +324,29 @@ class SharedMemoryLink:
             self._copy_out(into, rows[there], offsets, layers)
             standing = index.unchanged(probe, there)
         else:
-            held = SharedHeldBlocks(self._session, len(rows), there, probe.take(there), RESERVATION_TTL_S, deadline)
+            held = self._hold(len(rows), there, probe.take(there), RESERVATION_TTL_S, deadline)
             self._copy_out(into, rows[there], offsets, layers)
             standing = held.held[there] & held.valid()
-            held.release(deadline.left_s())
+            held.release()
         self._shared.note_use(probe.handles[there])
         good = there[standing]
         if self._checksums:
             good = good[self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)]
         return rows[good], rows[there[~standing]]
+
+    def _hold(
+        self, count: int, rows: NDArray[np.int64], found: Probe, ttl_s: float, deadline: Deadline
+    ) -> SharedHeldBlocks:
+        blocks: list[NDArray[np.uint8] | None] = [None] * count
+        return SharedHeldBlocks(
+            self._session, rows, found, blocks, ttl_s=ttl_s, deadline=deadline, release_later=self._release_later
+        )
+
+    def _release_later(self, lease: int) -> None:
+        self._to_release.append(lease)
+        if len(self._to_release) >= RELEASES_WAITING_MAX:
+            with contextlib.suppress(Unavailable):  # the session is lost, and the lease with it
+                self.tidy(RELEASE_TIMEOUT_S)
 
     def _read_one(self, keys: Keys, into: Blocks, layers: tuple[int, int], deadline: Deadline) -> bool:
         """One block, in plain integers: the fixed cost of the batch's steps would be most of the time."""
@@ -414,40 +446,29 @@ class SharedHeldBlocks:
     """Blocks under a lease, in the shard's own memory.
 
     The lease is valid for at least its time from the moment we *asked* for it, since the shard counts from the moment
-    it heard us. So our own clock, and a session that is still open, prove that nothing was given away; giving it back
-    needs no answer.
+    it heard us. So our own clock, and a session that is still open, prove that nothing was given away. Giving it back
+    needs no answer and is not urgent: `release_later` takes the number of the lease, and many go in one message.
     """
 
     def __init__(
         self,
         session: LocalSession,
-        count: int,
         rows: NDArray[np.int64],
         found: Probe,
+        blocks: list[NDArray[np.uint8] | None],
+        *,
         ttl_s: float,
         deadline: Deadline,
+        release_later: Callable[[int], None],
     ) -> None:
         self._session = session
-        self._rows = rows
-        self._units = found.offsets // POOL_UNIT_BYTES
-        self._size = int(found.sizes[0]) if len(rows) else 0
-        self.held: Mask = np.zeros(count, dtype=np.bool_)
+        self._release_later = release_later
+        self.blocks = blocks
+        self.held: Mask = np.zeros(len(blocks), dtype=np.bool_)
         self.valid_until_s = time.monotonic() + ttl_s
-        self._lease, self.held[rows] = session.lease(found, ttl_s, deadline)
-        session.shared.note_use(found.handles)
-
-    def blocks(self) -> list[NDArray[np.uint8] | None]:
-        blocks: list[NDArray[np.uint8] | None] = [None] * len(self.held)
-        if len(self._rows):
-            # Row u of this array is the block that starts at unit u, so each view costs one index operation.
-            pool = self._session.shared.pool_read_only
-            starts = (len(pool) - self._size) // POOL_UNIT_BYTES + 1
-            at = as_strided(pool, shape=(starts, self._size), strides=(POOL_UNIT_BYTES, 1), writeable=False)
-            for row, unit in zip(self._rows.tolist(), self._units.tolist(), strict=True):
-                blocks[row] = at[unit]
-            for row in np.flatnonzero(~self.held).tolist():
-                blocks[row] = None
-        return blocks
+        self._lease, self.held[rows] = session.lease(found, ttl_s, deadline, lambda: self._lay_out(rows, found))
+        for row in rows[~self.held[rows]].tolist():
+            blocks[row] = None
 
     def valid(self) -> bool:
         return self._session.channel.usable and time.monotonic() < self.valid_until_s
@@ -457,8 +478,20 @@ class SharedHeldBlocks:
         if self._session.renew(self._lease, ttl_s, Deadline(timeout_s)):
             self.valid_until_s = valid_until_s
 
-    def release(self, timeout_s: float) -> None:
-        self._session.release(self._lease, Deadline(timeout_s))
+    def release(self) -> None:
+        self._release_later(self._lease)
+
+    def _lay_out(self, rows: NDArray[np.int64], found: Probe) -> None:
+        """A read-only array over each block, and the trace of its use."""
+        if not len(rows):
+            return
+        # Row u of `at` is the block that starts at unit u, so each array costs one index operation.
+        pool, size = self._session.shared.pool_read_only, int(found.sizes[0])
+        starts = (len(pool) - size) // POOL_UNIT_BYTES + 1
+        at = as_strided(pool, shape=(starts, size), strides=(POOL_UNIT_BYTES, 1), writeable=False)
+        for row, unit in zip(rows.tolist(), (found.offsets // POOL_UNIT_BYTES).tolist(), strict=True):
+            self.blocks[row] = at[unit]
+        self._session.shared.note_use(found.handles)
 
 
 def describe(namespace: Namespace) -> dict[str, Any]:

@@ -156,7 +156,8 @@ class TcpLink:
         into = Region(memory, np.arange(len(keys), dtype=np.int64) * namespace.block_bytes)
         held = self.fetch(keys, into, (0, namespace.layers), timeout_s)
         memory.flags.writeable = False
-        return CopiedBlocks(memory.reshape(len(keys), namespace.block_bytes), held)
+        rows = memory.reshape(len(keys), namespace.block_bytes)
+        return CopiedBlocks([row if good else None for row, good in zip(rows, held.tolist(), strict=True)], held)
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._ask(Op.DELETE, KeyRequest(self._number, keys), timeout_s)
@@ -166,6 +167,9 @@ class TcpLink:
 
     def touch(self, keys: Keys, timeout_s: float) -> Mask:
         return self._ask(Op.TOUCH, KeyRequest(self._number, keys), timeout_s)
+
+    def tidy(self, timeout_s: float) -> None:
+        """Nothing waits here."""
 
     def report(self, timeout_s: float) -> None:
         with self._exchange(Deadline(timeout_s)) as exchange:
@@ -316,12 +320,9 @@ class TcpLink:
 class CopiedBlocks:
     """Blocks that were copied to this process: held for as long as the object lives."""
 
-    def __init__(self, blocks: NDArray[np.uint8], held: Mask) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: list[NDArray[np.uint8] | None], held: Mask) -> None:
+        self.blocks = blocks
         self.held = held
-
-    def blocks(self) -> list[NDArray[np.uint8] | None]:
-        return [block if held else None for block, held in zip(self._blocks, self.held.tolist(), strict=True)]
 
     def valid(self) -> bool:
         return True
@@ -329,7 +330,7 @@ class CopiedBlocks:
     def renew(self, ttl_s: float, timeout_s: float) -> None:
         """Nothing to prolong: the bytes are ours."""
 
-    def release(self, timeout_s: float) -> None:
+    def release(self) -> None:
         """Nothing to give back."""
 
 
