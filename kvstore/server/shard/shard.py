@@ -221,13 +221,16 @@ class Shard:
         leaves its trace on the touch board itself.
         """
         handles, held = self._named(refs)
-        if held.any():
-            life = self.blocks.life[handles]
-            held &= (life == _COMMITTED) | (life == _RESERVED)
-        holding = handles[held]
-        np.add.at(self.blocks.holds, holding, 1)
+        if not held.all():
+            handles = handles[held]
+        life = self.blocks.life[handles]
+        present = (life == _COMMITTED) | (life == _RESERVED)
+        if not present.all():
+            held[held] = present
+            handles = handles[present]
+        np.add.at(self.blocks.holds, handles, 1)
         self._lease_number += 1
-        lease = _Lease(session, holding, now_s + _ttl_s(ttl_ms))
+        lease = _Lease(session, handles, now_s + _ttl_s(ttl_ms))
         self._leases[self._lease_number] = lease
         session.leases.add(self._lease_number)
         heapq.heappush(self._lease_expiries, (lease.deadline_s, self._lease_number))
@@ -510,16 +513,16 @@ class Shard:
             self.namespace(number)
 
     def _named(self, refs: Rows) -> tuple[I64, NDArray[np.bool_]]:
-        """Handles of refs, and which of them name a block of that generation that still has its slot."""
-        blocks = self.blocks
+        """Handles of refs, and which of them name a block of that generation, whatever its state."""
+        generation = self.blocks.generation
         handles = refs["handle"].astype(np.int64)
-        if not len(handles) or int(handles.max()) < len(blocks):
-            return handles, blocks.generation[handles] == refs["generation"]
-        known = handles < len(blocks)
-        handles = np.where(known, handles, 0)
-        if not len(blocks):
-            return handles, known
-        return handles, known & (blocks.generation[handles] == refs["generation"])
+        try:
+            return handles, generation[handles] == refs["generation"]
+        except IndexError:  # a handle that was never given out
+            known = (handles >= 0) & (handles < len(generation))
+            inside = np.where(known, handles, 0)
+            named = known & (generation[inside] == refs["generation"]) if len(generation) else known
+            return inside, named
 
     def _mine(self, session: Session, refs: Rows, life: Life) -> tuple[I64, NDArray[np.bool_]]:
         """Handles of refs, and which of them name a block in that state that this session reserved, each once."""
