@@ -33,13 +33,13 @@ from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyReq
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
+Mask = NDArray[np.bool_]
 Rows = NDArray[np.void]
 
 INDEX_LOAD_MAX = 0.85
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
 _RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
-CHUNKS_TRIED_MAX = 8  # chunks of other sizes looked at per round of eviction
 
 
 class IndexSegment(NamedTuple):
@@ -573,45 +573,53 @@ class Shard:
     def _allocate(self, slot_bytes: int, count: int) -> I64:
         """Up to `count` slots, evicting what the policy offers until there are enough or nothing may go."""
         offsets = self.allocator.allocate(slot_bytes, count)
-        looks_left = 2 * len(self.policy)
+        stuck: Mask | None = None
+        looks_left = 2 * len(self.policy)  # at blocks that must stay
         while len(offsets) < count and looks_left > 0:
             candidates = self.policy.candidates(count - len(offsets))
             if not len(candidates):
                 break
-            looks_left -= len(candidates)
-            self._evict(candidates, slot_bytes)
+            same = self.allocator.slot_bytes_of(self.blocks.offset[candidates]) == slot_bytes
+            if stuck is None and not same.all():
+                stuck = self._stuck_chunks()
+            looks_left -= self._evict(candidates, same, stuck)
             offsets = np.concatenate([offsets, self.allocator.allocate(slot_bytes, count - len(offsets))])
         return offsets
 
-    def _evict(self, candidates: I64, slot_bytes: int) -> None:
-        """Evict those that may go: blocks of the wanted slot size one by one, else the whole chunk of one of another
-        size.
+    def _evict(self, candidates: I64, same: Mask, stuck: Mask | None) -> int:
+        """Evict those that may go: blocks of the wanted slot size (`same`) one by one, else the whole chunk of one of
+        another size. How many have to stay.
         """
         blocks = self.blocks
-        loose = (blocks.holds[candidates] == 0) & (blocks.pins[candidates] == 0)
-        same = self.allocator.slot_bytes_of(blocks.offset[candidates]) == slot_bytes
-        self.policy.touch(candidates[~loose][::-1])
-        self._drop(candidates[loose & same])
-        others = candidates[loose & ~same]
-        if not len(others):
-            return
-        _, first_of_chunk = np.unique(self.allocator.chunk_of(blocks.offset[others]), return_index=True)
-        for handle in others[np.sort(first_of_chunk)][:CHUNKS_TRIED_MAX].tolist():
-            mates = self._chunk_mates(handle)
-            if mates is not None:
-                self.policy.restore(others[~np.isin(others, mates)])
-                self._drop(mates)
-                return
-        self.policy.touch(others[::-1])
+        stays = (blocks.holds[candidates] > 0) | (blocks.pins[candidates] > 0)
+        if stuck is not None:
+            stays |= ~same & stuck[self.allocator.chunk_of(blocks.offset[candidates])]
+        self.policy.touch(candidates[stays][::-1])
+        self._drop(candidates[~stays & same])
+        others = candidates[~stays & ~same]
+        if len(others):
+            mates = self._chunk_mates(int(others[0]))
+            self.policy.restore(others[~np.isin(others, mates)])
+            self._drop(mates)
+        return int(np.count_nonzero(stays))
 
-    def _chunk_mates(self, handle: int) -> I64 | None:
-        """All blocks in the chunk of this one, itself included; None if one of them must stay."""
+    def _stuck_chunks(self) -> Mask:
+        """Which chunks can't be emptied, because one of their blocks is pinned, held or being written."""
         blocks = self.blocks
         given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
+        loose = (
+            (blocks.life[given_out] == Life.COMMITTED) & (blocks.holds[given_out] == 0) & (blocks.pins[given_out] == 0)
+        )
+        stuck = np.zeros(self.allocator.pool_bytes // self.allocator.chunk_bytes, dtype=np.bool_)
+        stuck[self.allocator.chunk_of(blocks.offset[given_out[~loose]])] = True
+        return stuck
+
+    def _chunk_mates(self, handle: int) -> I64:
+        """All committed blocks in the chunk of this one, itself included."""
+        blocks = self.blocks
+        committed = blocks.select(Life.COMMITTED)
         chunk = blocks.offset[handle] // self.allocator.chunk_bytes
-        mates = given_out[self.allocator.chunk_of(blocks.offset[given_out]) == chunk]
-        free_to_go = (blocks.life[mates] == Life.COMMITTED) & (blocks.holds[mates] == 0) & (blocks.pins[mates] == 0)
-        return mates if free_to_go.all() else None
+        return committed[self.allocator.chunk_of(blocks.offset[committed]) == chunk]
 
     def _drop(self, handles: I64) -> None:
         self.counters.evicted_blocks += len(handles)
