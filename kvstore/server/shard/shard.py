@@ -530,9 +530,10 @@ class Shard:
         if not named.any():
             return handles, named
         named &= (self.blocks.life[handles] == life) & (self.blocks.owner[handles] == session.number)
+        rows = np.flatnonzero(named)
         first = np.zeros(len(refs), dtype=np.bool_)
-        first[np.unique(handles, return_index=True)[1]] = True
-        return handles, named & first
+        first[rows[np.unique(handles[rows], return_index=True)[1]]] = True
+        return handles, first
 
     def _end_quarantine(self, session: Session, refs: Rows) -> None:
         """The writer has reported on a reservation that had run out: it writes there no more."""
@@ -545,6 +546,7 @@ class Shard:
             return
         blocks = self.blocks
         self._index.remove(handles)
+        blocks.pins[handles] = 0
         committed = handles[blocks.life[handles] == Life.COMMITTED]
         self.policy.remove(committed)
         writing = (blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] != 0)
