@@ -30,7 +30,7 @@ from kvstore.server.config import ServerConfig
 from kvstore.server.control import ControlService, serve_control
 from kvstore.server.http import StatusServer
 from kvstore.server.shard.process import ShardConfig
-from kvstore.transport.channel import Deadline
+from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
 from kvstore.transport.shm import ShardCalls, connect_local
 from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo
 from kvstore.wire.frames import Op
@@ -367,6 +367,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)  # its connections inherit it
         listener.bind((host, port))
         listener.listen(256)
     except OSError as error:

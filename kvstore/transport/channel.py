@@ -31,6 +31,7 @@ from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, Frame, Op, Status, decod
 # (docs/adr/0004).
 SEND_BYTES_MAX = 1 << 20
 RECEIVE_BYTES_MAX = 256 << 10
+RECEIVE_BUFFER_BYTES = 2 << 20  # asked for; the kernel doubles it for its own bookkeeping
 _IOVECS_MAX = 512
 _SMALL_READ_BYTES = 16 << 10
 # How often a small reply is looked for before the thread goes to sleep: under 0.1 ms in all. Falling asleep and

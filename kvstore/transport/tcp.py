@@ -19,7 +19,15 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
 from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
 from kvstore.transport.buffers import Blocks, Region
-from kvstore.transport.channel import RECEIVE_BYTES_MAX, SEND_BYTES_MAX, Channel, Deadline, Exchange, Stream
+from kvstore.transport.channel import (
+    RECEIVE_BUFFER_BYTES,
+    RECEIVE_BYTES_MAX,
+    SEND_BYTES_MAX,
+    Channel,
+    Deadline,
+    Exchange,
+    Stream,
+)
 from kvstore.transport.shm import RESERVATION_TTL_S, describe
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
@@ -37,7 +45,6 @@ from kvstore.wire.messages import (
     encode_json,
 )
 
-RECEIVE_BUFFER_BYTES = 2 << 20  # asked for; the kernel doubles it for its own bookkeeping
 SUMS_PER_MESSAGE = 64 << 10  # checksums in one reply: 512 KiB of its body at most
 CONNECTIONS_MAX = 4
 
