@@ -202,7 +202,7 @@ class TcpLink:
         if frame.payload_bytes != len(found) * size or (answer["bytes"][found] != size).any():
             raise ProtocolError(f"{len(found)} blocks of {size} bytes were announced with {frame.payload_bytes} bytes")
         filled = np.zeros(len(keys), dtype=np.bool_)
-        filled[found] = self._receive(exchange, found, into, size, sums.reshape(len(found), -1))
+        filled[found] = self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
         return filled
 
     def _receive(
