@@ -265,9 +265,7 @@ class Shard:
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
         committed = found.states == BlockState.COMMITTED
-        handles = found.handles[committed]
-        _, first = np.unique(handles, return_index=True)
-        self.policy.touch(handles[np.sort(first)])
+        self._use(found.handles[committed])
         return committed.astype(np.uint8)
 
     # --- writing -----------------------------------------------------------------------------------------------------
@@ -299,6 +297,8 @@ class Shard:
         rows["status"][states == BlockState.COMMITTED] = PutStatus.EXISTS
         rows["status"][states == BlockState.RESERVED] = PutStatus.PENDING
         self.counters.duplicate_puts += int(np.count_nonzero(states))
+        # A put uses what is there of its prefix: making room for the rest must not evict that first.
+        self._use(found.handles[states == BlockState.COMMITTED])
         absent = np.flatnonzero(states == BlockState.ABSENT)
         rows["status"][absent] = PutStatus.PENDING  # of a key that is named twice, all but the first
         fresh = absent[_first_of_each(request.keys[absent])]
@@ -539,6 +539,12 @@ class Shard:
         """The writer has reported on a reservation that had run out: it writes there no more."""
         handles, late = self._mine(session, refs, Life.QUARANTINED)
         self._let_go(handles[late])
+
+    def _use(self, handles: I64) -> None:
+        """Count committed blocks, in prefix order and perhaps named twice, as used now."""
+        if len(handles):
+            _, first = np.unique(handles, return_index=True)
+            self.policy.touch(handles[np.sort(first)])
 
     def _retire(self, handles: I64) -> None:
         """Take blocks out of the index, and their slots back as soon as nobody can touch them."""
