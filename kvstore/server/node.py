@@ -44,6 +44,7 @@ R = TypeVar("R")
 READY_TIMEOUT_S = 30.0
 SHARD_TIMEOUT_S = 2.0
 WATCH_S = 0.2
+SIGNAL_S = 0.5
 CALLS_GRACE_S = 0.5
 RESTART_PAUSE_S = 1.0  # a shard that dies at once is not started in a tight loop
 _LOCK_FILE = "lock"
@@ -183,7 +184,10 @@ class Node:
 
     def wait(self) -> None:
         """Until `request_stop`."""
-        self._stopping.wait()
+        # Not one endless wait: the kernel may hand a signal to another thread (right after a SIGCONT it often does),
+        # and Python runs its handler only when the main thread next wakes up.
+        while not self._stopping.wait(SIGNAL_S):
+            pass
 
     def request_stop(self) -> None:
         """Make `wait` return; safe in a signal handler."""
