@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
 from kvstore.core.states import PutStatus
+from kvstore.index import IndexReader
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -223,7 +224,7 @@ class _Connection:
         self._reply(frame, number.to_bytes(2, "little"), deadline)
 
     def _lookup(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
-        found = self._session.index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
+        found = self._index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
         rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
         rows["state"] = found.states_in(request.namespace)
         rows["layers_ready"], rows["size"] = found.layers_ready, found.sizes
@@ -238,7 +239,7 @@ class _Connection:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        probe = self._session.index(shard_deadline).probe(request.keys)
+        probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
         there = probe.take(np.flatnonzero(found))
         lease, held = self._session.lease(there, HOLD_S, shard_deadline)
@@ -261,7 +262,7 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        index = self._session.index(Deadline(SHARD_TIMEOUT_S))
+        index = self._index(Deadline(SHARD_TIMEOUT_S))
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
@@ -350,6 +351,14 @@ class _Connection:
         done = np.zeros(len(offsets), dtype=np.bool_)
         done[whole] = self._session.settle(Op.COMMIT, request.refs[whole], shard_deadline)
         self._reply(frame, done.tobytes(), deadline)
+
+    def _index(self, deadline: Deadline) -> IndexReader:
+        """The index in force. That of a dead shard would still be readable, but is not read: its successor knows
+        better.
+        """
+        if not self._session.channel.usable:
+            raise Unavailable("the shard is gone")
+        return self._session.index(deadline)
 
     def _geometry(self, namespace: int) -> tuple[int, int]:
         known = self._sizes.get(namespace)
