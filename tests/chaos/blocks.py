@@ -10,7 +10,7 @@ TOKENS = 16
 
 
 def namespace(layer_bytes: int = 4096) -> kvstore.Namespace:
-    """Blocks of four layers. At 4 KiB a layer, TCP copies and checks; at 64 KiB it takes a lease."""
+    """Blocks of four layers."""
     return kvstore.Namespace(
         model="chaos",
         revision="1",
@@ -20,6 +20,7 @@ def namespace(layer_bytes: int = 4096) -> kvstore.Namespace:
     )
 
 
+TINY = namespace(512)  # over TCP, a get of a few is a copy that is checked afterwards; of larger ones it takes a lease
 SMALL = namespace()
 LARGE = namespace(64 << 10)
 
