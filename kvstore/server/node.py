@@ -205,7 +205,7 @@ class Node:
         """The answer to HELLO, with a fresh token."""
         host = self._config.host
         return NodeInfo(
-            address=f"{host}:{self.control_port}",
+            address=self._config.endpoint(self.control_port),
             node_id=self._data_dir.node_id,
             boot_id=self.boot_id,
             epoch=self._data_dir.epoch,
@@ -240,11 +240,11 @@ class Node:
 
     def endpoints(self) -> dict[str, str]:
         """Where to reach this node."""
-        host = self._config.host
+        endpoint = self._config.endpoint
         return {
-            "control": f"{host}:{self.control_port}",
-            "data": f"{host}:{self.data_port}",
-            "http": f"http://{host}:{self.http_port}",
+            "control": endpoint(self.control_port),
+            "data": endpoint(self.data_port),
+            "http": f"http://{endpoint(self.http_port)}",
         }
 
     def query(self, keys: BlockKeys) -> list[BlockInfo]:
@@ -286,7 +286,9 @@ class Node:
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed
         self._scheme = KeyScheme(config.key_algorithm, seed)  # pyright: ignore[reportArgumentType] -- checked by ServerConfig
         _prepare_runtime_dir(config.runtime_dir)
-        listener = _listen(config.host, config.data_port)
+        # gRPC would complain in lines of its own, and only after the shards have started.
+        _listen("control port", config.host, config.control_port).close()
+        listener = _listen("data port", config.host, config.data_port)
         self._cleanups.append(listener.close)
         self.data_port = listener.getsockname()[1]
         for number in range(config.shards):
@@ -302,7 +304,7 @@ class Node:
             self._workers.append(worker)
         self._cleanups.append(self._stop_workers)
         service = ControlService(self, config.auth_token, self._version)
-        server, self.control_port = serve_control(service, config.host, config.control_port)
+        server, self.control_port = serve_control(service, config.endpoint(config.control_port))
         self._cleanups.append(lambda: server.stop(grace=CALLS_GRACE_S).wait())
         http = StatusServer(config.host, config.http_port, self.status)
         self.http_port = http.server_address[1]
@@ -366,7 +368,7 @@ def _prepare_runtime_dir(path: Path) -> None:
                 continue  # somebody listens, if slowly: not ours to remove
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(name: str, host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -376,5 +378,5 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(256)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"data port {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"{name} {host}:{port}: {error.strerror}") from error
     return listener
