@@ -40,7 +40,12 @@ def content(keys: kvstore.BlockKeys, space: kvstore.Namespace, author: int = 0) 
 def wrong(keys: kvstore.BlockKeys, got: kvstore.GetResult, space: kvstore.Namespace) -> int:
     """How many of the blocks that were got are not what belongs under their key."""
     expected = content(keys, space)
-    return sum(block is not None and not np.array_equal(block, expected[row]) for row, block in enumerate(got.blocks))
+    return sum(block is not None and not same(block, expected[row]) for row, block in enumerate(got.blocks))
+
+
+def same(block: NDArray[np.uint8] | None, expected: NDArray[np.uint8]) -> bool:
+    """Whether there is a block, and it has exactly these bytes."""
+    return block is not None and np.array_equal(block, expected)
 
 
 def put_all(client: kvstore.Client, keys: kvstore.BlockKeys) -> None:

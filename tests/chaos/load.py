@@ -19,8 +19,8 @@ SLACK_S = 1.0  # beyond a call's timeout: a machine with few cores and much to d
 class Load:
     """Runs in a `with` block. Each thread keeps to one client and its own prompts.
 
-    What counts: `errors` that calls raised, `wrong_blocks`, `slowest_s` of all calls, and for each client the `hits` and
-    `misses` of its gets.
+    What counts: `errors` that calls raised, `wrong_blocks`, `slowest_s` of all calls, and for each client the `hits`
+    and `misses` of its gets.
     """
 
     def __init__(self, clients: Sequence[kvstore.Client], *, threads_each: int = 2, prompts: int = 6, blocks: int = 4):

@@ -1,4 +1,4 @@
-"""Servers and shards that are killed while clients work: misses, then by themselves the successor, and no wrong byte."""
+"""Servers and shards that are killed while clients work: misses, then the successor, and never a wrong byte."""
 
 from __future__ import annotations
 
@@ -82,7 +82,6 @@ def test_clients_of_a_server_killed_under_load_read_misses_and_find_its_successo
         with pytest.raises(Unavailable, match="token"):
             connect_data_port(info.data_host, info.data_port, old_token, 0, Deadline(5))
         assert is_conserved(server)
-        del load
         assert mapped_pools() == 2, "the dead server's memory is still mapped"
 
 
@@ -104,7 +103,6 @@ def test_calls_return_at_once_while_the_server_is_down(connect: Connect) -> None
         with Stopwatch() as watch, pytest.raises(Unavailable, match=server.address):
             kvstore.connect(server.address, namespace=SMALL, timeout_s=TIMEOUT_S)
         assert watch.seconds < TIMEOUT_S + SLACK_S
-        server.start()
 
 
 @pytest.mark.parametrize(
@@ -145,14 +143,11 @@ def test_through_ten_kills_and_restarts_a_client_reads_no_wrong_byte_and_never_h
     with ServerProcess(dram="16MiB") as server:
         clients = [connect(server, "shm"), connect(server, "tcp")]
         with Load(clients, threads_each=1) as load:
-            for cycle in range(CYCLES):
+            for _ in range(CYCLES):
                 served = list(load.hits)
-                # Every other server dies as soon as one client has found it; both must live with that.
-                enough = all if cycle % 2 else any
+                # A server dies again as soon as one client has found it; the other may be in the middle of that.
                 until(
-                    lambda served=served, enough=enough: enough(
-                        now > then for now, then in zip(load.hits, served, strict=True)
-                    ),
+                    lambda served=served: any(now > then for now, then in zip(load.hits, served, strict=True)),
                     RECOVERY_S,
                     "recovery",
                 )
