@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
+from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
 from kvstore.core.states import PutStatus
 from kvstore.index import IndexReader
 from kvstore.server.children import read_configuration, say_ready
@@ -170,8 +170,7 @@ class _Connection:
                 except UsageError as error:
                     if frame.op == Op.WRITE:
                         raise  # its payload may not have been read
-                    status = Status.NAMESPACE_MISMATCH if isinstance(error, NamespaceMismatch) else Status.BAD_REQUEST
-                    self._reply(frame, str(error).encode(), deadline, status)
+                    self._reply(frame, str(error).encode(), deadline, _status_of(error))
 
     def _hello(self) -> LocalSession:
         deadline = Deadline(HELLO_TIMEOUT_S)
@@ -368,6 +367,16 @@ class _Connection:
 
     def _reply(self, frame: Frame, body: bytes, deadline: Deadline, status: int = Status.OK) -> None:
         self._stream.send([encode(frame.op, frame.request, body, status=status)], deadline)
+
+
+def _status_of(error: UsageError) -> Status:
+    match error:
+        case NamespaceMismatch():
+            return Status.NAMESPACE_MISMATCH
+        case BlockTooLarge():
+            return Status.TOO_LARGE
+        case _:
+            return Status.BAD_REQUEST
 
 
 def main() -> None:
