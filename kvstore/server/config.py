@@ -209,7 +209,7 @@ def _convert(source: str, name: str, value: object) -> Any:
     convert, allowed = _CONVERSIONS[str(spec.type)]
     try:
         return convert(str(value))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter from a path in the home of a user that isn't known
         raise ConfigError(f"{source}: {value!r} is not allowed; {allowed} is") from error
 
 

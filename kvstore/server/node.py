@@ -70,22 +70,20 @@ class DataDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"data_dir={str(path)!r}: another kvstore-server uses it") from error
-        known = self._read(path / _NODE_FILE)
-        self.node_id = str(known.get("node_id") or uuid.uuid4())
-        self.epoch = int(known.get("epoch", 0)) + 1
-        self.key_seed = int(known.get("key_seed", secrets.randbits(63)))
+        self._read(path / _NODE_FILE)
         self._write(path / _NODE_FILE, {"node_id": self.node_id, "epoch": self.epoch, "key_seed": self.key_seed})
 
     def close(self) -> None:
         """Let another server use the folder."""
         self._lock.close()
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path) -> None:
         try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
+            known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            self.node_id = str(known.get("node_id") or uuid.uuid4())
+            self.epoch = int(known.get("epoch", 0)) + 1
+            self.key_seed = KeyScheme(seed=known.get("key_seed", secrets.randbits(63))).seed
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: unreadable ({error}); remove it to start as a new node") from error
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
@@ -286,8 +284,9 @@ class Node:
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed
         self._scheme = KeyScheme(config.key_algorithm, seed)  # pyright: ignore[reportArgumentType] -- checked by ServerConfig
         _prepare_runtime_dir(config.runtime_dir)
-        # gRPC would complain in lines of its own, and only after the shards have started.
+        # Before the shards start, and because gRPC would complain in lines of its own.
         _listen("control port", config.host, config.control_port).close()
+        _listen("HTTP port", config.host, config.http_port).close()
         listener = _listen("data port", config.host, config.data_port)
         self._cleanups.append(listener.close)
         self.data_port = listener.getsockname()[1]

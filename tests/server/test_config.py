@@ -144,6 +144,7 @@ def test_a_wrong_value_in_a_variable_is_named_by_the_variable(capsys: Capture, m
         (["--key-seed", "-2"], "key_seed=-2: allowed is -1 (random) or 0 to 2**64 - 1"),
         (["--key-algorithm", "md5"], "key_algorithm: algorithm='md5': allowed is one of xxh3-128, blake3"),
         (["--runtime-dir", "/" + "x" * 100], "too long for a socket path; at most 60 bytes"),
+        (["--data-dir", "~nobody-at-all/x"], "--data-dir: '~nobody-at-all/x' is not allowed; a path is"),
         (["--shrads", "2"], "unknown flag '--shrads'; allowed are --help,"),
         (["--shard", "2"], "unknown flag '--shard'; allowed are --help,"),
         (["--shards"], "argument --shards: expected one argument"),
