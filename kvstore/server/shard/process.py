@@ -298,7 +298,7 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
             layer_bytes=int(description["layer_bytes"]),
             label=str(description.get("label", ""))[:200],
         )
-    except (KeyError, TypeError, ValueError) as cause:
+    except (KeyError, TypeError, ValueError, OverflowError) as cause:  # JSON knows infinity
         raise UsageError("a namespace is announced as digest (hex), layers, layer_bytes, label") from cause
     if len(info.digest) != 16 or not 1 <= info.layers <= 4096 or info.layer_bytes < 1:
         raise UsageError("a namespace has a digest of 16 bytes, 1 to 4096 layers and at least one byte per layer")
