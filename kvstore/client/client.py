@@ -450,12 +450,24 @@ class View:
     def array(
         self, row: int, dtype: DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> NDArray[Any] | None:
-        """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss."""
+        """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss.
+
+        Raises:
+            UsageError: numpy has no such dtype as the namespace's: name one of the same width.
+        """
         block: NDArray[Any] | None = self[row]
         if block is None:
             return None
-        typed = block.view(self._namespace.dtype if dtype is None else dtype)
+        typed = block.view(self._own_dtype() if dtype is None else dtype)
         return typed if shape is None else typed.reshape(shape)
+
+    def _own_dtype(self) -> np.dtype[Any]:
+        name = self._namespace.dtype
+        try:
+            return np.dtype(name)
+        except TypeError as cause:
+            carrier = f"uint{8 * self._namespace.itemsize}"
+            raise UsageError(f"dtype {name}: numpy has none; ask for its bits, as dtype={carrier!r}") from cause
 
     def check(self) -> None:
         """Make sure that everything read so far was read under a valid lease.
