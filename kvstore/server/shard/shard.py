@@ -517,6 +517,8 @@ class Shard:
         generation = self.blocks.generation
         handles = refs["handle"].astype(np.int64)
         try:
+            if len(handles) and handles.min() < 0:  # an index from the end would be a second name of another handle
+                raise IndexError
             return handles, generation[handles] == refs["generation"]
         except IndexError:  # a handle that was never given out
             known = (handles >= 0) & (handles < len(generation))
