@@ -137,7 +137,10 @@ class ShardServer:
         Path(self._config.socket_path).unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # out of descriptors, or the client has left already: those who are here are served on
         if self._connections >= SESSIONS_MAX:
             text = f"this shard serves {SESSIONS_MAX} clients already, its limit".encode()
             sock.send(encode(Op.ATTACH, 0, text, status=Status.BUSY))
@@ -159,8 +162,9 @@ class ShardServer:
                     self._handle(connection, frame, body)
         except BlockingIOError:
             return
-        except (ConnectionError, ProtocolError):
-            # A client that left, or one that does not speak the protocol: the same end for its session.
+        except (OSError, ProtocolError):
+            # A client that left, that does not speak the protocol, or that there are no descriptors for: the same end
+            # for its session.
             self._disconnect(connection)
 
     def _disconnect(self, connection: _Connection) -> None:
