@@ -65,11 +65,11 @@ def test_a_label_of_any_characters_can_be_opened_refused_by_name_and_shown(
 def test_thousands_of_namespaces_with_long_labels_leave_the_node_healthy_and_its_status_short(
     server: ServerProcess, shard: ShardCalls
 ) -> None:
-    for number in range(2000):
+    for number in range(1000):
         store(shard, opened(shard, number, "模" * 200), 100_000 + number)
     status = server.status()
     assert status["healthy"]
-    assert status["shards"][0]["gauges"]["resident_blocks"] >= 2000
+    assert status["shards"][0]["gauges"]["resident_blocks"] >= 1000
     assert len(json.dumps(status)) < 1 << 20
     for path in ("/", "/metrics"):
         assert server.http(path)
