@@ -337,7 +337,11 @@ class SharedMemoryLink:
         self._shared.note_use(probe.handles[there])
         good = there[standing]
         if self._checksums:
-            good = good[self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)]
+            matching = self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)
+            if not matching.all():
+                # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
+                self.delete(keys[rows[good[~matching]]], deadline.left_s())
+            good = good[matching]
         return rows[good], rows[there[~standing]]
 
     def _hold(
