@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from kvstore.core.errors import BlockTooLarge, IndexFull, NamespaceMismatch, UsageError
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader, IndexWriter, Probe, buckets_for, index_bytes
+from kvstore.server.allocator import SlotAllocator
 from kvstore.server.eviction.base import EvictionPolicy
-from kvstore.server.shard.allocator import SlotAllocator
 from kvstore.server.shard.blocks import BlockTable, Life
 from kvstore.transport.trailer import slot_payload_bytes
 from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
