@@ -14,7 +14,7 @@ class FaultyFiles:
     """Passes everything on to real files, except what it has been told to do wrong. Thread-safe as the real ones.
 
     Attributes:
-        full: no room: `create` and writes raise ENOSPC.
+        full: no room: `create` raises ENOSPC. (What is preallocated can still be written.)
         broken: every write raises EIO.
         lose_writes: writes and syncs report success and do nothing, as after a power cut with a lying disk.
         reads: vectored reads so far.
@@ -106,8 +106,6 @@ class _FaultyFile:
         self._faults = faults
 
     def pwritev(self, pieces: Sequence[memoryview], offset: int) -> int:
-        if self._faults.full:
-            raise OSError(errno.ENOSPC, "injected")
         if self._faults.broken:
             raise OSError(errno.EIO, "injected")
         if self._faults.lose_writes:

@@ -23,7 +23,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -176,11 +176,21 @@ class Catalog:
 
     def namespaces(self) -> dict[bytes, NamespaceRow]:
         """All of them, by digest."""
-        return {name[1:]: NamespaceRow(*_NAMESPACE.unpack(value)) for name, value in self._rows(_NAMESPACES)}
+        return {name[1:]: NamespaceRow(*_unpack(_NAMESPACE, value)) for name, value in self._rows(_NAMESPACES)}
 
     def barriers(self) -> dict[bytes, Barrier]:
         """All of them, by what was removed."""
-        return {name[1:]: Barrier(*_BARRIER.unpack(value)) for name, value in self._rows(_BARRIERS)}
+        return {name[1:]: Barrier(*_unpack(_BARRIER, value)) for name, value in self._rows(_BARRIERS)}
+
+    def newest_sequence(self) -> int:
+        """Of the block that was stored last; 0 without any.
+
+        Raises:
+            CatalogDamagedError: RocksDB found damage.
+        """
+        for _, sequences in self.blocks(1):
+            return int(sequences[0])
+        return 0
 
     def blocks(self, count: int) -> Iterator[tuple[NDArray[np.void], U64]]:
         """Every block as it is now, newest first, in pieces of up to `count`: ROW (n,) and sequences (n,).
@@ -269,8 +279,8 @@ class Catalog:
                 raise CatalogDamagedError(str(cause)) from cause
 
     def _rows(self, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        rows = self._db.iter()
         try:
-            rows = self._db.iter()
             rows.seek(prefix)
             while rows.valid():
                 name = rows.key()
@@ -279,29 +289,52 @@ class Catalog:
                 yield name, rows.value()
                 rows.next()
             rows.status()  # the end, or damage
-        except CatalogDamagedError:
-            raise
         except Exception as cause:
             raise CatalogDamagedError(str(cause)) from cause
+        finally:
+            del rows  # it keeps the database open, and this frame lives as long as the exception
 
 
-def open_or_set_aside(folder: Path) -> tuple[Catalog, Meta | None]:
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A catalog and what is read of it at once."""
+
+    catalog: Catalog
+    meta: Meta | None = None  # None: it is new
+    namespaces: dict[bytes, NamespaceRow] = field(default_factory=dict[bytes, NamespaceRow])
+    barriers: dict[bytes, Barrier] = field(default_factory=dict[bytes, Barrier])
+    newest_sequence: int = 0
+
+
+def open_or_set_aside(folder: Path) -> Opened:
     """The catalog in a folder. A damaged one is moved aside, and a new one starts empty; one line says so."""
     try:
         catalog = Catalog(folder)
-        return catalog, catalog.meta()
+        try:
+            meta = catalog.meta()
+            if meta is None:
+                return Opened(catalog)
+            return Opened(catalog, meta, catalog.namespaces(), catalog.barriers(), catalog.newest_sequence())
+        except CatalogDamagedError:
+            catalog.close()
+            raise
     except CatalogDamagedError as error:
-        aside = _set_aside(folder)
-        log.error("%s is damaged (%s); moved to %s, the tier starts empty", folder, error, aside.name)
-        return Catalog(folder), None
+        set_aside(folder, error)
+        return Opened(Catalog(folder))
 
 
-def _set_aside(folder: Path) -> Path:
-    """One damaged catalog is kept for a person to look at, the newest."""
+def set_aside(folder: Path, damage: Exception) -> None:
+    """Keep a damaged catalog for a person to look at, in place of the one before."""
     aside = folder.with_name(folder.name + ".damaged")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
-    return aside
+    log.error("%s is damaged (%s); moved to %s, the tier starts empty", folder, damage, aside.name)
+
+
+def _unpack(row: struct.Struct, value: bytes) -> tuple[Any, ...]:
+    if len(value) != row.size:
+        raise CatalogDamagedError(f"a row of {len(value)} bytes, not {row.size}")
+    return row.unpack(value)
 
 
 def _block_key(sequence: int) -> bytes:

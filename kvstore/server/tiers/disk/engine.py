@@ -37,6 +37,7 @@ from kvstore.server.tiers.disk.catalog import (
     Meta,
     NamespaceRow,
     open_or_set_aside,
+    set_aside,
 )
 from kvstore.server.tiers.disk.directory import Directory, Life
 from kvstore.server.tiers.disk.files import Files, SystemFiles
@@ -116,6 +117,8 @@ class _Storing:
     statuses: U8
     waiting: I64  # rows without a slot so far
     open: int  # rows without a status so far
+    handles: I64  # of rows that have got a slot
+    sequences: U64  # of the same
 
 
 @dataclass(slots=True)
@@ -215,7 +218,7 @@ class DiskTier:
         self._retry_at_s = 0.0  # 0 = now
         self._grow_at_s = 0.0
         self._unwritable = False
-        self._lost = False
+        self._lost: Exception | None = None  # damage found in the catalog, which is replaced after the commit under way
         self._not_slots: set[int] = set()  # handles whose place was no slot of ours
         self.counters = Counters()
         self._open()
@@ -313,14 +316,22 @@ class DiskTier:
     # --- start and scan -------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        self._catalog, meta = open_or_set_aside(self._folder / "catalog")
+        opened = open_or_set_aside(self._folder / "catalog")
+        self._catalog, meta = opened.catalog, opened.meta
         slab_bytes = meta.slab_bytes if meta else slab_bytes_for(self._capacity_bytes)
         if self._capacity_bytes < slab_bytes:
             raise ConfigError(f"disk tier of {self._capacity_bytes} bytes: at least one slab of {slab_bytes} bytes")
         self._slabs = Slabs(self._folder, self._files, self._capacity_bytes, slab_bytes)
         if meta is None:
             self._slabs.delete_all()  # without a catalog nothing in them can be checked
-        self._start_empty(self._catalog, meta)
+        self._catalog.put_meta(Meta(slab_bytes, clean=False))
+        self._directory = Directory()
+        self._policy: EvictionPolicy = LruPolicy(np.zeros(self._slabs.allocator.pool_bytes // 4096, np.uint32))
+        self._namespaces = opened.namespaces
+        self._by_number = {row.number: row for row in self._namespaces.values()}
+        self._barriers = Barriers(self._boot_id, opened.barriers)
+        self._sequence = 1 + max((barrier.sequence for _, barrier in self._barriers.items()), default=0)
+        self._sequence = self._first_sequence = max(self._sequence, 1 + opened.newest_sequence)
         self._taken_over = self._slabs.take_over()
         self._complete = False
         self._scan: Iterator[tuple[NDArray[np.void], U64]] | None = self._catalog.blocks(SCAN_PIECE)
@@ -329,15 +340,6 @@ class DiskTier:
         self._suspects_left = 0 if meta is None or meta.clean else SUSPECTS_MAX
         self._suspects_open = 0
         self._scanned: list[I64] = []  # handles, newest first
-
-    def _start_empty(self, catalog: Catalog, meta: Meta | None) -> None:
-        catalog.put_meta(Meta(self._slabs.slab_bytes, clean=False))
-        self._directory = Directory()
-        self._policy: EvictionPolicy = LruPolicy(np.zeros(self._slabs.allocator.pool_bytes // 4096, np.uint32))
-        self._namespaces = catalog.namespaces() if meta else {}
-        self._by_number = {row.number: row for row in self._namespaces.values()}
-        self._barriers = Barriers(self._boot_id, catalog.barriers() if meta else {})
-        self._sequence = max((barrier.sequence for _, barrier in self._barriers.items()), default=0) + 1
 
     def scan_step(self) -> None:
         """Take in the next piece of what is on the disk, and answer with it."""
@@ -351,8 +353,8 @@ class DiskTier:
             self._scan = None
             self._finish_scan()
             return
-        if self._sequence <= int(sequences[0]):
-            self._sequence = int(sequences[0]) + 1
+        former = sequences < self._first_sequence  # the rest is of this run, and known
+        rows, sequences = rows[former], sequences[former]
         alive = self._alive(rows, sequences)
         self._lazy.append(sequences[~alive])
         rows, sequences = rows[alive], sequences[alive]
@@ -509,7 +511,9 @@ class DiskTier:
         if geometry.size > self._slabs.slab_bytes:
             self._refuse(statuses, fresh)
             fresh = fresh[:0]
-        storing = _Storing(request, store, geometry, statuses, fresh, len(fresh))
+        storing = _Storing(
+            request, store, geometry, statuses, fresh, len(fresh), np.zeros(count, np.int64), np.zeros(count, np.uint64)
+        )
         if len(fresh):
             self._storing.append(storing)
             self._advance()
@@ -536,7 +540,7 @@ class DiskTier:
             locations = self._slabs.allocate(slot_bytes, len(storing.waiting))
             self._write(storing, locations)
             missing = len(storing.waiting)
-            ahead = max(1, min(AHEAD_BYTES_MAX, self._capacity_bytes // AHEAD_SHARE) // slot_bytes)
+            ahead = max(1, min(AHEAD_BYTES_MAX, self._slabs.reach_bytes // AHEAD_SHARE) // slot_bytes)
             if missing:
                 if self._evicting or self._evict(slot_bytes, missing + ahead):
                     return  # go on when the evictions are durable
@@ -555,10 +559,16 @@ class DiskTier:
         self.counters.refused_stores += len(rows)
 
     def _settle(self, storing: _Storing, rows: int) -> None:
-        """So many more rows have their status; answer when all have."""
+        """So many more rows have their status; answer when all have, and let the policy see the batch as one."""
         storing.open -= rows
-        if not storing.open:
-            self._answers.append(Stored(storing.request, storing.statuses))
+        if storing.open:
+            return
+        self._answers.append(Stored(storing.request, storing.statuses))
+        handles, sequences = storing.handles, storing.sequences
+        there = storing.statuses == StoreStatus.DURABLE
+        there &= self._directory.sequence[handles] == sequences  # else removed, and the handle used again
+        there &= self._directory.life[handles] == Life.DURABLE
+        self._policy.admit(handles[there])
 
     def _write(self, storing: _Storing, locations: I64) -> None:
         """Send the first waiting rows to their slots."""
@@ -584,6 +594,7 @@ class DiskTier:
         size, number = storing.geometry.size, self._namespaces[storing.store.digest].number
         handles = self._directory.add(keys, locations, size, number, sequences)
         self._hold(handles)
+        storing.handles[rows], storing.sequences[rows] = handles, sequences
         offsets = storing.store.rows["offset"]
         for run in self._slabs.runs(locations, np.full(len(rows), size, dtype=np.int64)):
             chosen = rows[run.rows]
@@ -646,8 +657,8 @@ class DiskTier:
                 self._committed(commit)
             else:
                 self._uncommitted(commit, error)
-            if self._lost:
-                self._replace_catalog()
+            if self._lost is not None:
+                self._replace_catalog(self._lost)
             self._advance()
 
         self._committing = True
@@ -712,7 +723,6 @@ class DiskTier:
             handles = written.handles
             alive = handles[directory.life[handles] == Life.COMMITTING]
             directory.life[alive] = Life.DURABLE
-            self._policy.admit(alive)
             self._release(handles)
             written.storing.statuses[written.rows] = StoreStatus.DURABLE
             self.counters.stored_blocks += len(handles)
@@ -994,20 +1004,21 @@ class DiskTier:
 
     def _lose_catalog(self, damage: Exception) -> None:
         """The catalog turned out damaged: nothing on the disk can be checked any more, so nothing is served."""
-        log.error("the SSD tier's catalog is damaged (%s); it is moved aside, the tier starts empty", damage)
         self.counters.lost_catalogs += 1
+        self._lost = damage
         self._scan = None
-        self._lost = True
         known = self._directory.select(Life.WRITING, Life.COMMITTING, Life.DURABLE)
         if len(known):
             self._gone(known)
         if not self._committing:
-            self._replace_catalog()
+            self._replace_catalog(damage)
 
-    def _replace_catalog(self) -> None:
-        self._lost = False
+    def _replace_catalog(self, damage: Exception) -> None:
+        self._lost = None
         self._catalog.close()
-        self._catalog, _ = open_or_set_aside(self._folder / "catalog")
+        folder = self._folder / "catalog"
+        set_aside(folder, damage)
+        self._catalog = Catalog(folder)
         self._catalog.put_meta(Meta(self._slabs.slab_bytes, clean=False))
         self._lazy.clear()
         self._next.deletes.clear()

@@ -74,6 +74,11 @@ class Slabs:
         """What all slab files take, as `du` sees it."""
         return len(self._files) * self.slab_bytes
 
+    @property
+    def reach_bytes(self) -> int:
+        """What the slabs can come to, as far as is known: the capacity, or less on a full file system."""
+        return self.disk_bytes if self._starved else self.slabs_max * self.slab_bytes
+
     def take_over(self) -> I64:
         """Open the slabs of a former run, out of use until `restore`; their numbers. Others are deleted."""
         for path in sorted(self._folder.glob("slab-*.kv")):

@@ -136,13 +136,13 @@ class Rig:
 
     # --- whole requests -------------------------------------------------------------------------------------------
 
-    def begin_store(self, numbers: Sequence[int], *, digest: bytes = DIGEST, generation: int = 0) -> int:
-        """Fill slots of the pool from its start and submit them."""
+    def begin_store(self, numbers: Sequence[int], *, digest: bytes = DIGEST, generation: int = 0, base: int = 0) -> int:
+        """Fill slots of the pool from number `base` on and submit them."""
         rows = np.zeros(len(numbers), STORE_ROW)
         rows["key"] = keys_of(numbers)
         rows["generation"] = generation or self.generation
-        rows["offset"] = np.arange(len(numbers)) * self.slot
-        for place, number in enumerate(numbers):
+        rows["offset"] = (base + np.arange(len(numbers))) * self.slot
+        for place, number in enumerate(numbers, start=base):
             self.pool[place * self.slot :][: self.size] = content_of(number, self.size)
         self.generation += 1
         return self.submit(Store(digest, self.layers, self.layer_bytes, rows))
@@ -151,13 +151,15 @@ class Rig:
         answer = self.wait(self.begin_store(numbers, digest=digest, generation=generation), Stored)
         return [StoreStatus(status) for status in answer.statuses.tolist()]
 
-    def begin_load(self, numbers: Sequence[int], layers: tuple[int, int] = (0, 0), generation: int = 77) -> int:
-        """Into slots from the start of the pool, which are filled with a pattern before."""
-        self.pool[: len(numbers) * self.slot] = 0xAB
+    def begin_load(
+        self, numbers: Sequence[int], layers: tuple[int, int] = (0, 0), *, generation: int = 77, base: int = 0
+    ) -> int:
+        """Into slots from number `base` on, which are filled with a pattern before."""
+        self.pool[base * self.slot : (base + len(numbers)) * self.slot] = 0xAB
         rows = np.zeros(len(numbers), LOAD_ROW)
         rows["key"] = keys_of(numbers)
         rows["generation"] = generation
-        rows["offset"] = np.arange(len(numbers)) * self.slot
+        rows["offset"] = (base + np.arange(len(numbers))) * self.slot
         rows["first"], rows["end"] = layers
         return self.submit(Load(rows))
 
@@ -173,7 +175,7 @@ class Rig:
         slot = self.pool[place * self.slot :][: self.slot]
         first, end = layers[0] * self.layer_bytes, (layers[1] or self.layers) * self.layer_bytes
         assert (slot[first:end] == content_of(number, self.size)[first:end]).all(), f"wrong bytes in block {number}"
-        if layers != (0, 0):
+        if layers not in {(0, 0), (0, self.layers)}:
             assert (slot[:first] == 0xAB).all()
             assert (slot[end:] == 0xAB).all()
 
