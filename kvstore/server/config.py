@@ -18,10 +18,12 @@ from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.keys import KeyScheme
 from kvstore.core.sizes import format_size, parse_size
 
-CHUNK_BYTES = 64 << 20
-CHUNKS_MIN = 4
+CHUNK_BYTES = 256 << 20
+CHUNKS_MIN = 8
+DRAM_BYTES_MIN = 256 << 20
 SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
+_MIB = 1 << 20
 _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -41,7 +43,7 @@ def available_memory_bytes() -> int:
 
 
 def _default_dram() -> int:
-    return max(available_memory_bytes() // SHARE_OF_MEMORY, CHUNKS_MIN * CHUNK_BYTES)
+    return max(available_memory_bytes() // SHARE_OF_MEMORY, DRAM_BYTES_MIN) // _MIB * _MIB
 
 
 def _default_data_dir() -> Path:
@@ -101,10 +103,10 @@ class ServerConfig:
             raise ConfigError(f"control_port, data_port and http_port must differ: {ports}")
         _require("shards", self.shards, 1, 64)
         _require("data_workers", self.data_workers, 1, 64)
-        _require("chunk", self.chunk, 1 << 20, 1 << 31)
-        if self.chunk % (1 << 20):
+        _require("chunk", self.chunk, _MIB, 1 << 31)
+        if self.chunk % _MIB:
             raise ConfigError(f"chunk={format_size(self.chunk)}: allowed is a whole number of MiB")
-        least = self.shards * CHUNKS_MIN * (1 << 20)
+        least = self.shards * CHUNKS_MIN * _MIB
         if self.dram < least:
             raise ConfigError(f"dram={format_size(self.dram)}: at least {format_size(least)} for {self.shards} shards")
         if not -1 <= self.key_seed < 1 << 64:

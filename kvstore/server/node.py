@@ -30,7 +30,7 @@ from kvstore.server.config import ServerConfig
 from kvstore.server.control import ControlService, serve_control
 from kvstore.server.http import StatusServer
 from kvstore.server.shard.process import ShardConfig
-from kvstore.transport.channel import Deadline
+from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
 from kvstore.transport.shm import ShardCalls, connect_local
 from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo
 from kvstore.wire.frames import Op
@@ -44,6 +44,7 @@ R = TypeVar("R")
 READY_TIMEOUT_S = 30.0
 SHARD_TIMEOUT_S = 2.0
 WATCH_S = 0.2
+SIGNAL_S = 0.5
 CALLS_GRACE_S = 0.5
 RESTART_PAUSE_S = 1.0  # a shard that dies at once is not started in a tight loop
 _LOCK_FILE = "lock"
@@ -183,7 +184,10 @@ class Node:
 
     def wait(self) -> None:
         """Until `request_stop`."""
-        self._stopping.wait()
+        # Not one endless wait: the kernel may hand a signal to another thread (right after a SIGCONT it often does),
+        # and Python runs its handler only when the main thread next wakes up.
+        while not self._stopping.wait(SIGNAL_S):
+            pass
 
     def request_stop(self) -> None:
         """Make `wait` return; safe in a signal handler."""
@@ -367,6 +371,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)  # its connections inherit it
         listener.bind((host, port))
         listener.listen(256)
     except OSError as error:

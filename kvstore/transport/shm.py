@@ -286,7 +286,8 @@ class SharedMemoryLink:
         namespace, deadline = self._opened(), Deadline(timeout_s)
         probe = self._session.index(deadline).probe(keys)
         there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
-        return self._hold(len(keys), there, probe.take(there), ttl_s, deadline)
+        found = probe if len(there) == len(keys) else probe.take(there)
+        return self._hold(len(keys), there, found, ttl_s, deadline)
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))
