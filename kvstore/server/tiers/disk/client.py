@@ -175,8 +175,8 @@ class DiskLink:
                     self.load_blocks -= self._loads.pop(request, 0)
                 answers.append(answer)
 
-    def close(self) -> None:
-        """Hang up: the worker finishes what is on its way to the disk and ends."""
+    def hang_up(self) -> None:
+        """Close: a worker that lives finishes what is on its way to the disk and ends."""
         self._sock.close()
 
     def _submit(self, message: Request) -> int:
