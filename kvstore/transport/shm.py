@@ -65,7 +65,10 @@ def connect_local(socket_path: str, deadline: Deadline) -> Channel:
     Raises:
         Unavailable: no such socket, nobody listens, or it belongs to another user.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as cause:  # out of descriptors
+        raise Unavailable(f"local shard {socket_path}: {cause.strerror}") from cause
     try:
         sock.settimeout(max(deadline.left_s(), 0.001))
         sock.connect(socket_path)
@@ -96,6 +99,8 @@ class SharedShard:
             self.pool_read_only = map_segment(pool_read_only_fd, writable=False)
             self.pool = map_segment(pool_fd, writable=True)
             self.touch_board: NDArray[np.uint32] = map_segment(touch_fd, writable=True).view(np.uint32)
+        except OSError as cause:  # out of descriptors or of address space
+            raise Unavailable(f"{channel.stream.peer}: its memory can't be mapped: {cause.strerror}") from cause
         finally:
             for fd in fds:
                 os.close(fd)

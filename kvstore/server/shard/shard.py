@@ -414,9 +414,10 @@ class Shard:
         self._end_quarantine(session, refs)
         return mine.astype(np.uint8)
 
-    def delete(self, request: KeyRequest, done: Callable[[U8], None]) -> None:
-        """Remove blocks, pinned ones too. No later lookup finds them; with an SSD tier `done` is called once that is
-        durable. Its argument: 1 = it was here, shape (n,).
+    def delete(self, request: KeyRequest) -> U8:
+        """Remove blocks, pinned ones too: 1 = it was here. Shape (n,). No later lookup finds them.
+
+        With an SSD tier, `delete_on_disk` has to follow before the client may be told.
         """
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
@@ -424,12 +425,17 @@ class Shard:
         handles = np.unique(found.handles[present])
         self.counters.deleted_blocks += len(handles)
         self._retire(handles)
-        answers = present.astype(np.uint8)
-        if self.tiering is None or not len(request.keys):
-            done(answers)
+        return present.astype(np.uint8)
+
+    def delete_on_disk(self, keys: Rows, done: Callable[[], None]) -> None:
+        """Make sure that these keys don't come back from the SSD; `done` is called once that is durable.
+
+        All of them, in the index or not: the scan of a restart may not have come to them yet.
+        """
+        if self.tiering is None or not len(keys):
+            done()
         else:
-            # Also keys that are not in the index: the scan of a restart may not have come to them yet.
-            self.tiering.remove(self._generation, request.keys, lambda: done(answers))
+            self.tiering.remove(self._generation, keys, done)
 
     def pin(self, request: KeyRequest) -> U8:
         """Pins are counted: flag 1 adds one, 0 takes one off. 1 = it is here. Shape (n,). Pinned blocks are not
@@ -448,20 +454,21 @@ class Shard:
             pins[handles] -= 1
         return committed.astype(np.uint8)
 
-    def flush(self, digest: bytes, done: Callable[[int], None]) -> None:
-        """Remove every block of a namespace (empty digest: of all); with an SSD tier `done` is called once that is
-        durable. Its argument: how many blocks.
-        """
+    def flush(self, digest: bytes) -> int:
+        """Remove every block of a namespace (empty digest: of all); how many. With an SSD tier, `flush_on_disk` follows."""
         handles = self.blocks.select(Life.RESERVED, Life.COMMITTED, Life.ON_DISK, Life.LOADING)
         if digest:
-            handles = handles[self.blocks.namespace[handles] == self._namespace_ids.get(digest, -1)]
-        count = len(handles)
-        self.counters.deleted_blocks += count
+            handles = handles[self.blocks.namespace[handles] == self._namespace_ids.get(digest, NAMESPACES_MAX)]
+        self.counters.deleted_blocks += len(handles)
         self._retire(handles)
+        return len(handles)
+
+    def flush_on_disk(self, digest: bytes, done: Callable[[], None]) -> None:
+        """The same for the SSD; `done` is called once it is durable."""
         if self.tiering is None:
-            done(count)
+            done()
         else:
-            self.tiering.flush(self._generation, digest, lambda: done(count))
+            self.tiering.flush(self._generation, digest, done)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -645,6 +652,8 @@ class Shard:
         generation = self.blocks.generation
         handles = refs["handle"].astype(np.int64)
         try:
+            if len(handles) and handles.min() < 0:  # an index from the end would be a second name of another handle
+                raise IndexError
             return handles, generation[handles] == refs["generation"]
         except IndexError:  # a handle that was never given out
             known = (handles >= 0) & (handles < len(generation))
