@@ -76,8 +76,9 @@ Mask = NDArray[np.bool_]
 
 READ_THREADS: Final = 4
 WRITE_THREADS: Final = 4
-AHEAD_BYTES_MAX: Final = 64 << 20  # kept free ahead of need, so that a store seldom waits for an eviction to be durable
-AHEAD_SHARE: Final = 32  # of the capacity, where that is less
+AHEAD_BYTES_MAX: Final = 256 << 20  # kept free ahead of need, so that a store seldom waits for an eviction to be durable
+AHEAD_SHARE: Final = 16  # of the capacity, where that is less
+COMMIT_BYTES: Final = 64 << 20  # of payload that one commit gathers while writes are under way
 SCAN_PIECE: Final = 4096
 SUSPECTS_MAX: Final = 64  # newest blocks that are read and checked after an unclean end
 SUSPECT_BYTES_MAX: Final = 64 << 20
@@ -634,7 +635,7 @@ class DiskTier:
     def _commit(self) -> None:
         """Make durable what has gathered, unless a commit is under way or the catalog needs a rest."""
         resting = self._unwritable and self._retry_at_s > 0
-        if self._committing or resting or not (self._next or self._lazy):
+        if self._committing or resting or not (self._next or self._lazy) or self._gathers():
             return
         commit, self._next = self._next, _Commit()
         for written in commit.written:
@@ -663,6 +664,14 @@ class DiskTier:
 
         self._committing = True
         self._committer.submit(work, done)
+
+    def _gathers(self) -> bool:
+        """Whether waiting makes the next commit larger and keeps nobody waiting: a flush of the disk costs as much as
+        writing some megabytes, and stores are in no hurry.
+        """
+        gathered = sum(len(written.rows) * written.storing.geometry.size for written in self._next.written)
+        in_no_hurry = not (self._next.answers or self._storing)
+        return in_no_hurry and self._writers.unfinished > 0 and gathered < COMMIT_BYTES
 
     def _leave_out_dead(self, written: _Written) -> None:
         """Blocks that were removed while they were written: no row for them."""
