@@ -60,6 +60,12 @@ class ShardEnd:
             else:
                 self.answers.append(answer)
 
+    def wait_for_the_end(self) -> None:
+        """Until the link breaks, which is `Unavailable`."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < until_s:
+            self.receive()
+
     def wait(self, request: int, kind: type[A]) -> A:
         assert request
         until_s = time.monotonic() + TIMEOUT_S

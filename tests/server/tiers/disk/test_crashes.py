@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of a mixed load: what was durable is served, what was removed stays removed, no byte is wrong.
+"""SIGKILL at random moments of a mixed load: what was durable is served, what was removed is gone, no byte is wrong.
 
 `KVSTORE_TEST_KILLS` sets how often; 200 is the figure of a release, the default is CI's share.
 """

@@ -515,7 +515,10 @@ def test_a_flush_before_the_scan_is_complete_leaves_nothing(tmp_path: Path) -> N
 def test_without_o_direct_plain_io_is_used_and_it_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.server.tiers.disk.files._direct_works", lambda _: False)
+    def refuse(folder: Path) -> bool:
+        return False
+
+    monkeypatch.setattr("kvstore.server.tiers.disk.files._direct_works", refuse)
     with caplog.at_level(logging.WARNING):
         rig = Rig(tmp_path)
         assert rig.store(range(20)) == [DURABLE] * 20

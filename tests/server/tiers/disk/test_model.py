@@ -1,4 +1,4 @@
-"""The SSD tier against a dict: stores, late stores, loads, ranges, removes, flushes, evictions, restarts and crashes."""
+"""The SSD tier against a dict: stores, late stores, loads of ranges, removes, flushes, evictions, restarts, crashes."""
 
 import shutil
 import tempfile

@@ -1,5 +1,6 @@
 """The worker process and the link to it."""
 
+import contextlib
 import logging
 import os
 import selectors
@@ -198,10 +199,8 @@ def test_nonsense_on_the_link_ends_the_worker(tmp_path: Path, caplog: pytest.Log
         end.start()
         end.child.wait_ready(20.0)
         end.link._sock.sendall(b"\xff" * 64)  # pyright: ignore[reportPrivateUsage] -- no honest way to say it
-        until_s = time.monotonic() + 10
         with pytest.raises(Unavailable):
-            while time.monotonic() < until_s:
-                end.receive()
+            end.wait_for_the_end()
         end.close()
 
 
@@ -223,10 +222,8 @@ def test_messages_survive_any_chunking() -> None:
 @pytest.mark.parametrize("body", [b"", b"x", b"x" * 31, b"x" * 64, b"\xff" * 100])
 def test_ragged_bodies_are_protocol_errors_or_messages(op: int, body: bytes) -> None:
     for decode in (lambda: decode_request(op, body), lambda: decode_answer(op, 1, body)):
-        try:
+        with contextlib.suppress(ProtocolError):
             decode()
-        except ProtocolError:
-            pass
 
 
 def test_a_body_over_the_limit_is_refused() -> None:
