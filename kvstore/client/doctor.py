@@ -33,9 +33,9 @@ from kvstore.core.sizes import format_size
 from kvstore.core.states import PutStatus
 from kvstore.transport.base import ShardLink
 from kvstore.transport.buffers import Region
-from kvstore.transport.channel import Deadline
+from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
 from kvstore.transport.shm import SharedMemoryLink, connect_local
-from kvstore.transport.tcp import RECEIVE_BUFFER_BYTES, TcpLink
+from kvstore.transport.tcp import TcpLink
 from kvstore.wire.control import ControlClient, NodeInfo, ShardInfo
 from kvstore.wire.tokens import TOKEN_TTL_S
 

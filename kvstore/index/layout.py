@@ -2,7 +2,7 @@
 
 ```
 header    4,096 bytes   64-bit words, `Header` names them
-tags      buckets x 8 x uint16       0 = empty, else 16 bits of the key: one 16-byte line a bucket
+tags      buckets x 8 x uint16       0 = empty, else bits of the key: one 16-byte line a bucket
 entries   buckets x 8 x 64 bytes     one cache line an entry, `Word` names its eight 64-bit words
 ```
 
@@ -81,7 +81,7 @@ CHECK_FACTOR_INTS: Final = tuple(int(factor) for factor in CHECK_FACTORS)
 _LOW32 = np.uint64(0xFFFFFFFF)
 _SHIFT32 = np.uint64(32)
 _SHIFT48 = np.uint64(48)
-_ONE = np.uint64(1)
+_ONE = np.uint16(1)
 
 
 def index_bytes(buckets: int) -> int:
@@ -96,26 +96,20 @@ def buckets_for(entries: int, load: float = 0.8) -> int:
 
 def checksum(entries: U64) -> U64:
     """The word `Word.CHECK` of entries: shape (n, 8) or (n, 6) to (n,)."""
-    total = entries[:, 0] * CHECK_FACTORS[0]
-    for word in range(1, 6):  # column by column: numpy sums many short rows at a fraction of the speed
-        total += entries[:, word] * CHECK_FACTORS[word]
-    return total
+    return entries[:, :6] @ CHECK_FACTORS  # wraps modulo 2**64, as it should
 
 
-def home_buckets(hi: U64, lo: U64, buckets: int) -> I64:
-    """The two buckets of each key, shape (n, 2). Keys are uniform hashes, so 32 bits scaled to the range spread
-    evenly.
+def home_buckets(keys: U64, buckets: int) -> I64:
+    """The two buckets of each key, shape (n, 2), from key words of shape (n, 2 or more): hi, lo.
+
+    Keys are uniform hashes, so 32 bits scaled to the range spread evenly.
     """
-    homes = np.empty((len(hi), 2), dtype=np.int64)
-    scale = np.uint64(buckets)
-    homes[:, 0] = ((lo & _LOW32) * scale) >> _SHIFT32
-    homes[:, 1] = ((hi & _LOW32) * scale) >> _SHIFT32
-    return homes
+    return (((keys[:, 1::-1] & _LOW32) * np.uint64(buckets)) >> _SHIFT32).view(np.int64)
 
 
 def tags_of(lo: U64) -> NDArray[np.uint16]:
-    """The 16-bit tag of each key; 0 means an empty slot, so the key part 0 becomes 1."""
-    return np.maximum(lo >> _SHIFT48, _ONE).astype(np.uint16)
+    """The 16-bit tag of each key, never 0, which means an empty slot."""
+    return (lo >> _SHIFT48).astype(np.uint16) | _ONE
 
 
 class Table:

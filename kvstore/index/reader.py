@@ -198,36 +198,39 @@ class IndexReader:
     def _probe_many(self, keys: NDArray[np.void]) -> Probe:
         table = self._table
         count = len(keys)
-        hi, lo, fingerprint = keys["hi"], keys["lo"], keys["fp"]
-        homes = home_buckets(hi, lo, table.buckets).reshape(-1)
+        words = keys.view(np.uint64).reshape(count, 3)
+        homes = home_buckets(words, table.buckets).reshape(-1)
         lines = np.take(table.tag_lines, homes).view(np.uint16).reshape(count, 2 * SLOTS_PER_BUCKET)
-        candidates = np.flatnonzero(lines == tags_of(lo)[:, None])
+        candidates = np.flatnonzero(lines == tags_of(words[:, 1])[:, None])
         rows = candidates >> 4
         places = (homes[candidates >> 3] << 3) + (candidates & 7)
-        entries = np.zeros((count, 8), dtype=np.uint64)
-        positions = np.full(count, -1, dtype=np.int64)
+        found: Probe | None = None
         for _ in range(_TORN_RETRIES):
             seen = np.take(table.entries, places, axis=0)
-            status, generation = seen[:, Word.STATUS], seen[:, Word.GENERATION]
-            whole = (checksum(seen) == seen[:, Word.CHECK]) & ((status >> _SHIFT32) == (generation & _MASK32))
-            good = whole & (seen[:, Word.KEY_LO] == lo[rows]) & (seen[:, Word.KEY_HI] == hi[rows])
-            good &= (seen[:, Word.FINGERPRINT] == fingerprint[rows]) & ((status & _STATE_MASK) != 0)
-            # The usual case: every key is here, once, and no tag matched by chance. (A key whose two homes are the same
-            # bucket is found twice, and then as many candidates as keys don't mean one for each.)
-            if len(rows) == count and good.all() and (rows[1:] != rows[:-1]).all():
-                return Probe(seen, places)
-            entries[rows[good]] = seen[good]
-            positions[rows[good]] = places[good]
+            wanted = words[rows]
+            status = seen[:, Word.STATUS]
+            whole = checksum(seen) == seen[:, Word.CHECK]
+            whole &= (status >> _SHIFT32) == (seen[:, Word.GENERATION] & _MASK32)
+            good = whole & (seen[:, Word.KEY_HI] == wanted[:, 0]) & (seen[:, Word.KEY_LO] == wanted[:, 1])
+            good &= seen[:, Word.FINGERPRINT] == wanted[:, 2]
+            good &= (status & _STATE_MASK) != 0
+            if found is None:
+                if len(rows) == count and good.all() and (rows[1:] != rows[:-1]).all():
+                    return Probe(seen, places)  # the usual case: every key is here once, and no tag matched by chance
+                found = Probe(np.zeros((count, 8), dtype=np.uint64), np.full(count, -1, dtype=np.int64))
+            found.entries[rows[good]] = seen[good]
+            found.positions[rows[good]] = places[good]
             # A torn entry may be one whose key has not arrived yet, so every torn candidate is looked at again.
             if whole.all():
                 break
             rows, places = rows[~whole], places[~whole]
-        return Probe(entries, positions)
+        assert found is not None
+        return found
 
     def find(self, hi: int, lo: int, fingerprint: int) -> Entry | None:
         """One key, in plain integers: numpy's fixed cost per step would be most of the time."""
         table = self._table
-        tag = max(lo >> 48, 1)
+        tag = lo >> 48 | 1
         words = table.words
         for _ in range(_TORN_RETRIES):
             torn = False

@@ -134,7 +134,7 @@ class IndexWriter:
 
     def _place(self, entries: U64, handles: I64) -> None:
         table = self._table
-        homes = home_buckets(entries[:, Word.KEY_HI], entries[:, Word.KEY_LO], table.buckets)
+        homes = home_buckets(entries, table.buckets)
         position = np.full(len(entries), -1, dtype=np.int64)
         # Two rounds in bulk: the emptier of the two buckets first, then for those that found it taken by others of the
         # same batch whichever has room now. What is left (full buckets) goes one by one.
@@ -202,7 +202,7 @@ class IndexWriter:
             if len(paths) >= _SEARCH_MAX:
                 continue
             entry = table.entries[path[-1] : path[-1] + 1]
-            both = home_buckets(entry[:, Word.KEY_HI], entry[:, Word.KEY_LO], table.buckets)[0].tolist()
+            both = home_buckets(entry, table.buckets)[0].tolist()
             other = both[0] if both[1] == bucket else both[1]
             if other != bucket:
                 paths.extend((*path, other * SLOTS_PER_BUCKET + slot) for slot in range(SLOTS_PER_BUCKET))

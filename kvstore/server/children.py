@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,7 @@ STOP_TIMEOUT_S = 5.0
 def read_configuration() -> dict[str, Any]:
     """In a child: the configuration that the node wrote. Ctrl-C is the node's to handle from here on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_descriptor_limit()
     # Byte by byte from the descriptor: a buffered reader could swallow the end of input that we wait for later.
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -32,6 +34,14 @@ def read_configuration() -> dict[str, Any]:
             sys.exit("this process is started by kvstore-server")
         line += piece
     return json.loads(line)
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files as the system allows: every client is a few, and the usual limit of 1,024 is for other
+    times.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def say_ready() -> None:

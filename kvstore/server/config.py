@@ -18,10 +18,13 @@ from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.keys import KeyScheme
 from kvstore.core.sizes import format_size, parse_size
 
-CHUNK_BYTES = 64 << 20
-CHUNKS_MIN = 4
+CHUNK_BYTES = 256 << 20
+CHUNK_BYTES_MAX = 2 << 30
+CHUNKS_MIN = 8
+DRAM_BYTES_MIN = 256 << 20
 SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
+_MIB = 1 << 20
 _GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -41,7 +44,7 @@ def available_memory_bytes() -> int:
 
 
 def _default_dram() -> int:
-    return max(available_memory_bytes() // SHARE_OF_MEMORY, CHUNKS_MIN * CHUNK_BYTES)
+    return max(available_memory_bytes() // SHARE_OF_MEMORY, DRAM_BYTES_MIN) // _MIB * _MIB
 
 
 def _default_data_dir() -> Path:
@@ -101,10 +104,10 @@ class ServerConfig:
             raise ConfigError(f"control_port, data_port and http_port must differ: {ports}")
         _require("shards", self.shards, 1, 64)
         _require("data_workers", self.data_workers, 1, 64)
-        _require("chunk", self.chunk, 1 << 20, 1 << 31)
-        if self.chunk % (1 << 20):
-            raise ConfigError(f"chunk={format_size(self.chunk)}: allowed is a whole number of MiB")
-        least = self.shards * CHUNKS_MIN * (1 << 20)
+        if self.chunk % _MIB or not _MIB <= self.chunk <= CHUNK_BYTES_MAX:
+            most = format_size(CHUNK_BYTES_MAX)
+            raise ConfigError(f"chunk={format_size(self.chunk)}: allowed is a whole number of MiB, up to {most}")
+        least = self.shards * CHUNKS_MIN * _MIB
         if self.dram < least:
             raise ConfigError(f"dram={format_size(self.dram)}: at least {format_size(least)} for {self.shards} shards")
         if not -1 <= self.key_seed < 1 << 64:
@@ -117,6 +120,10 @@ class ServerConfig:
             raise ConfigError(
                 f"runtime_dir={str(self.runtime_dir)!r}: too long for a socket path; at most {SOCKET_PATH_BYTES_MAX - 40} bytes"
             )
+
+    def endpoint(self, port: int) -> str:
+        """`host:port`, as addresses are written: IPv6 in brackets."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
     @property
     def pool_bytes_per_shard(self) -> int:
@@ -198,15 +205,15 @@ def _convert(source: str, name: str, value: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{source}: {value!r} is neither text nor a number")
     if spec.metadata.get("size"):
-        return parse_size(value) if isinstance(value, int) else _size(source, value)
+        return _size(source, value)
     convert, allowed = _CONVERSIONS[str(spec.type)]
     try:
         return convert(str(value))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter from a path in the home of a user that isn't known
         raise ConfigError(f"{source}: {value!r} is not allowed; {allowed} is") from error
 
 
-def _size(source: str, text: str) -> int:
+def _size(source: str, text: str | int) -> int:
     try:
         return parse_size(text)
     except ConfigError as error:

@@ -22,8 +22,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
+from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
 from kvstore.core.states import PutStatus
+from kvstore.index import IndexReader
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -169,8 +170,7 @@ class _Connection:
                 except UsageError as error:
                     if frame.op == Op.WRITE:
                         raise  # its payload may not have been read
-                    status = Status.NAMESPACE_MISMATCH if isinstance(error, NamespaceMismatch) else Status.BAD_REQUEST
-                    self._reply(frame, str(error).encode(), deadline, status)
+                    self._reply(frame, str(error).encode(), deadline, _status_of(error))
 
     def _hello(self) -> LocalSession:
         deadline = Deadline(HELLO_TIMEOUT_S)
@@ -223,7 +223,7 @@ class _Connection:
         self._reply(frame, number.to_bytes(2, "little"), deadline)
 
     def _lookup(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
-        found = self._session.index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
+        found = self._index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
         rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
         rows["state"] = found.states_in(request.namespace)
         rows["layers_ready"], rows["size"] = found.layers_ready, found.sizes
@@ -238,7 +238,7 @@ class _Connection:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        probe = self._session.index(shard_deadline).probe(request.keys)
+        probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
         there = probe.take(np.flatnonzero(found))
         lease, held = self._session.lease(there, HOLD_S, shard_deadline)
@@ -247,7 +247,7 @@ class _Connection:
             there = there.take(np.flatnonzero(held))
             offsets, generations = there.offsets, there.generations
             self._session.shared.note_use(there.handles)
-            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
+            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers, held=True)
             pool = memoryview(self._session.shared.pool_read_only)
             start, size = first * layer_bytes, (end - first) * layer_bytes
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
@@ -261,7 +261,7 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        index = self._session.index(Deadline(SHARD_TIMEOUT_S))
+        index = self._index(Deadline(SHARD_TIMEOUT_S))
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
@@ -271,7 +271,7 @@ class _Connection:
         places = np.arange(len(rows), dtype=np.int64) * size
         offsets = probe.offsets[rows]
         copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + first * layer_bytes, size)
-        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers)
+        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers, held=False)
         standing = index.unchanged(probe, rows)
         self._session.shared.note_use(probe.handles[rows])
         found[rows[~standing]] = False
@@ -301,8 +301,12 @@ class _Connection:
         layers: int,
         layer_bytes: int,
         wanted: tuple[int, int],
+        *,
+        held: bool,
     ) -> NDArray[np.uint64]:
-        """Sums of the wanted layers. Where the producer left them out they are computed here, and kept."""
+        """Sums of the wanted layers. Where the producer left them out they are computed here, and kept if the blocks
+        are held: otherwise the slot may be another block's by now, and we would write into that.
+        """
         shared = self._session.shared
         size = layers * layer_bytes
         trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
@@ -313,7 +317,7 @@ class _Connection:
             trailers[row, 1 + wanted[0] : 1 + wanted[1]] = sums_of(
                 pool[offset + wanted[0] * layer_bytes : offset + wanted[1] * layer_bytes], layer_bytes
             )
-        if wanted == (0, layers) and len(missing):
+        if held and wanted == (0, layers) and len(missing):
             write_trailers(shared.pool, offsets[missing], size, generations[missing], trailers[missing, 1:])
         return trailers[:, 1 + wanted[0] : 1 + wanted[1]]
 
@@ -351,6 +355,14 @@ class _Connection:
         done[whole] = self._session.settle(Op.COMMIT, request.refs[whole], shard_deadline)
         self._reply(frame, done.tobytes(), deadline)
 
+    def _index(self, deadline: Deadline) -> IndexReader:
+        """The index in force. That of a dead shard would still be readable, but is not read: its successor knows
+        better.
+        """
+        if not self._session.channel.usable:
+            raise Unavailable("the shard is gone")
+        return self._session.index(deadline)
+
     def _geometry(self, namespace: int) -> tuple[int, int]:
         known = self._sizes.get(namespace)
         if known is None:
@@ -359,6 +371,16 @@ class _Connection:
 
     def _reply(self, frame: Frame, body: bytes, deadline: Deadline, status: int = Status.OK) -> None:
         self._stream.send([encode(frame.op, frame.request, body, status=status)], deadline)
+
+
+def _status_of(error: UsageError) -> Status:
+    match error:
+        case NamespaceMismatch():
+            return Status.NAMESPACE_MISMATCH
+        case BlockTooLarge():
+            return Status.TOO_LARGE
+        case _:
+            return Status.BAD_REQUEST
 
 
 def main() -> None:

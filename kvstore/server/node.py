@@ -30,7 +30,7 @@ from kvstore.server.config import ServerConfig
 from kvstore.server.control import ControlService, serve_control
 from kvstore.server.http import StatusServer
 from kvstore.server.shard.process import ShardConfig
-from kvstore.transport.channel import Deadline
+from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
 from kvstore.transport.shm import ShardCalls, connect_local
 from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo
 from kvstore.wire.frames import Op
@@ -44,6 +44,7 @@ R = TypeVar("R")
 READY_TIMEOUT_S = 30.0
 SHARD_TIMEOUT_S = 2.0
 WATCH_S = 0.2
+SIGNAL_S = 0.5
 CALLS_GRACE_S = 0.5
 RESTART_PAUSE_S = 1.0  # a shard that dies at once is not started in a tight loop
 _LOCK_FILE = "lock"
@@ -69,22 +70,20 @@ class DataDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"data_dir={str(path)!r}: another kvstore-server uses it") from error
-        known = self._read(path / _NODE_FILE)
-        self.node_id = str(known.get("node_id") or uuid.uuid4())
-        self.epoch = int(known.get("epoch", 0)) + 1
-        self.key_seed = int(known.get("key_seed", secrets.randbits(63)))
+        self._read(path / _NODE_FILE)
         self._write(path / _NODE_FILE, {"node_id": self.node_id, "epoch": self.epoch, "key_seed": self.key_seed})
 
     def close(self) -> None:
         """Let another server use the folder."""
         self._lock.close()
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path) -> None:
         try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
+            known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            self.node_id = str(known.get("node_id") or uuid.uuid4())
+            self.epoch = int(known.get("epoch", 0)) + 1
+            self.key_seed = KeyScheme(seed=known.get("key_seed", secrets.randbits(63))).seed
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: unreadable ({error}); remove it to start as a new node") from error
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
@@ -183,7 +182,10 @@ class Node:
 
     def wait(self) -> None:
         """Until `request_stop`."""
-        self._stopping.wait()
+        # Not one endless wait: the kernel may hand a signal to another thread (right after a SIGCONT it often does),
+        # and Python runs its handler only when the main thread next wakes up.
+        while not self._stopping.wait(SIGNAL_S):
+            pass
 
     def request_stop(self) -> None:
         """Make `wait` return; safe in a signal handler."""
@@ -201,7 +203,7 @@ class Node:
         """The answer to HELLO, with a fresh token."""
         host = self._config.host
         return NodeInfo(
-            address=f"{host}:{self.control_port}",
+            address=self._config.endpoint(self.control_port),
             node_id=self._data_dir.node_id,
             boot_id=self.boot_id,
             epoch=self._data_dir.epoch,
@@ -236,11 +238,11 @@ class Node:
 
     def endpoints(self) -> dict[str, str]:
         """Where to reach this node."""
-        host = self._config.host
+        endpoint = self._config.endpoint
         return {
-            "control": f"{host}:{self.control_port}",
-            "data": f"{host}:{self.data_port}",
-            "http": f"http://{host}:{self.http_port}",
+            "control": endpoint(self.control_port),
+            "data": endpoint(self.data_port),
+            "http": f"http://{endpoint(self.http_port)}",
         }
 
     def query(self, keys: BlockKeys) -> list[BlockInfo]:
@@ -282,7 +284,10 @@ class Node:
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed
         self._scheme = KeyScheme(config.key_algorithm, seed)  # pyright: ignore[reportArgumentType] -- checked by ServerConfig
         _prepare_runtime_dir(config.runtime_dir)
-        listener = _listen(config.host, config.data_port)
+        # Before the shards start, and because gRPC would complain in lines of its own.
+        _listen("control port", config.host, config.control_port).close()
+        _listen("HTTP port", config.host, config.http_port).close()
+        listener = _listen("data port", config.host, config.data_port)
         self._cleanups.append(listener.close)
         self.data_port = listener.getsockname()[1]
         for number in range(config.shards):
@@ -298,7 +303,7 @@ class Node:
             self._workers.append(worker)
         self._cleanups.append(self._stop_workers)
         service = ControlService(self, config.auth_token, self._version)
-        server, self.control_port = serve_control(service, config.host, config.control_port)
+        server, self.control_port = serve_control(service, config.endpoint(config.control_port))
         self._cleanups.append(lambda: server.stop(grace=CALLS_GRACE_S).wait())
         http = StatusServer(config.host, config.http_port, self.status)
         self.http_port = http.server_address[1]
@@ -362,14 +367,15 @@ def _prepare_runtime_dir(path: Path) -> None:
                 continue  # somebody listens, if slowly: not ours to remove
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(name: str, host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)  # its connections inherit it
         listener.bind((host, port))
         listener.listen(256)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"data port {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"{name} {host}:{port}: {error.strerror}") from error
     return listener

@@ -74,6 +74,11 @@ class ServerProcess:
         """Process id of the node."""
         return self._running().pid
 
+    @property
+    def runtime_dir(self) -> Path:
+        """Folder of its local sockets."""
+        return self._folder / "run"
+
     def pids(self) -> list[int]:
         """The node and all its processes."""
         return [self.pid, *_descendants(self.pid)]
@@ -97,15 +102,35 @@ class ServerProcess:
         self._running().kill()
         self._reap(pids)
 
+    def kill_all(self) -> None:
+        """SIGKILL to all its processes at once, as when the machine's memory runs out: nobody cleans up."""
+        pids = self.pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        self._reap(pids)
+
     def kill_shard(self, shard: int = 0) -> None:
-        """SIGKILL to one shard; the node starts it again."""
+        """SIGKILL to one shard, and wait for its end; the node starts it again."""
         victim = self.shard_pid(shard)
         os.kill(victim, signal.SIGKILL)
+        _until(lambda: _has_ended(victim), STOP_TIMEOUT_S, f"end of shard {shard}")
 
     def shard_pid(self, shard: int = 0) -> int:
         """Process id of a shard."""
-        names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _descendants(self.pid)}
-        return sorted(pid for pid, name in names.items() if b"shard.process" in name)[shard]
+        pool = f"/memfd:kvstore-pool-{shard} (deleted)"  # workers have it open, too
+        return next(pid for pid in self._running_module("shard.process") if pool in _open_files(pid))
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the data port's workers."""
+        return self._running_module("data_port")
+
+    def _running_module(self, module: str) -> list[int]:
+        found: list[int] = []
+        for pid in _descendants(self.pid):
+            with contextlib.suppress(OSError):  # it has just ended
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     def stop(self) -> int:
         """A clean shutdown; the exit code."""
@@ -174,6 +199,24 @@ class ServerProcess:
         process.stdout.close()
         self._process = None
         raise RuntimeError(f"kvstore-server ended at its start with code {code}")
+
+
+def _open_files(pid: int) -> set[str]:
+    """What the descriptors of a process point to."""
+    files: set[str] = set()
+    with contextlib.suppress(OSError):  # it has just ended
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                files.add(str(link.readlink()))
+    return files
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the kernel has closed all that the process had; its parent may not have noticed yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _descendants(pid: int) -> list[int]:

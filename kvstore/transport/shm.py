@@ -63,7 +63,10 @@ def connect_local(socket_path: str, deadline: Deadline) -> Channel:
     Raises:
         Unavailable: no such socket, nobody listens, or it belongs to another user.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as cause:  # out of descriptors
+        raise Unavailable(f"local shard {socket_path}: {cause.strerror}") from cause
     try:
         sock.settimeout(max(deadline.left_s(), 0.001))
         sock.connect(socket_path)
@@ -94,6 +97,8 @@ class SharedShard:
             self.pool_read_only = map_segment(pool_read_only_fd, writable=False)
             self.pool = map_segment(pool_fd, writable=True)
             self.touch_board: NDArray[np.uint32] = map_segment(touch_fd, writable=True).view(np.uint32)
+        except OSError as cause:  # out of descriptors or of address space
+            raise Unavailable(f"{channel.stream.peer}: its memory can't be mapped: {cause.strerror}") from cause
         finally:
             for fd in fds:
                 os.close(fd)
@@ -286,7 +291,8 @@ class SharedMemoryLink:
         namespace, deadline = self._opened(), Deadline(timeout_s)
         probe = self._session.index(deadline).probe(keys)
         there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
-        return self._hold(len(keys), there, probe.take(there), ttl_s, deadline)
+        found = probe if len(there) == len(keys) else probe.take(there)
+        return self._hold(len(keys), there, found, ttl_s, deadline)
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))

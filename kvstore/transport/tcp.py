@@ -19,7 +19,15 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
 from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
 from kvstore.transport.buffers import Blocks, Region
-from kvstore.transport.channel import RECEIVE_BYTES_MAX, SEND_BYTES_MAX, Channel, Deadline, Exchange, Stream
+from kvstore.transport.channel import (
+    RECEIVE_BUFFER_BYTES,
+    RECEIVE_BYTES_MAX,
+    SEND_BYTES_MAX,
+    Channel,
+    Deadline,
+    Exchange,
+    Stream,
+)
 from kvstore.transport.shm import RESERVATION_TTL_S, describe
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
@@ -37,7 +45,6 @@ from kvstore.wire.messages import (
     encode_json,
 )
 
-RECEIVE_BUFFER_BYTES = 2 << 20  # asked for; the kernel doubles it for its own bookkeeping
 SUMS_PER_MESSAGE = 64 << 10  # checksums in one reply: 512 KiB of its body at most
 CONNECTIONS_MAX = 4
 
@@ -195,7 +202,7 @@ class TcpLink:
         if frame.payload_bytes != len(found) * size or (answer["bytes"][found] != size).any():
             raise ProtocolError(f"{len(found)} blocks of {size} bytes were announced with {frame.payload_bytes} bytes")
         filled = np.zeros(len(keys), dtype=np.bool_)
-        filled[found] = self._receive(exchange, found, into, size, sums.reshape(len(found), -1))
+        filled[found] = self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
         return filled
 
     def _receive(

@@ -23,7 +23,7 @@ ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is mean
 LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
 RESERVE_ROW = np.dtype([("status", "u1"), ("pad", "V3"), ("handle", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
 FETCH_ROW = np.dtype([("found", "u1"), ("pad", "V3"), ("bytes", "<u4")])
-REF = np.dtype([("handle", "<u4"), ("pad", "V4"), ("generation", "<u8")])
+REF = np.dtype([("handle", "<u8"), ("generation", "<u8")])
 REPORT_FIELDS = (  # of a REPORT, uint64 each
     "lookup_blocks",
     "hit_blocks",
@@ -35,7 +35,7 @@ REPORT_FIELDS = (  # of a REPORT, uint64 each
 U64 = np.dtype("<u8")
 
 _KEY_HEAD = struct.Struct("<HHHHIIQ")
-_REF_HEAD = struct.Struct("<HHII")
+_REF_HEAD = struct.Struct("<HHII4x")  # padded: the rows that follow are 8-byte words
 _LEASE_HEAD = struct.Struct("<II")
 
 
@@ -86,9 +86,9 @@ class RefRequest:
     @classmethod
     def of(cls, handles: NDArray[Any], generations: NDArray[Any], namespace: int = 0, ttl_ms: int = 0) -> RefRequest:
         """Blocks by their handles and generations, shape (n,) each."""
-        refs = np.zeros(len(handles), dtype=REF)
-        refs["handle"], refs["generation"] = handles, generations
-        return cls(refs, namespace, ttl_ms=ttl_ms)
+        words = np.empty((len(handles), 2), dtype=np.uint64)
+        words[:, 0], words[:, 1] = handles, generations
+        return cls(words.view(REF).reshape(-1), namespace, ttl_ms=ttl_ms)
 
     @classmethod
     def decode(cls, body: bytes) -> RefRequest:

@@ -137,7 +137,10 @@ class ShardServer:
         Path(self._config.socket_path).unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # out of descriptors, or the client has left already: those who are here are served on
         if self._connections >= SESSIONS_MAX:
             text = f"this shard serves {SESSIONS_MAX} clients already, its limit".encode()
             sock.send(encode(Op.ATTACH, 0, text, status=Status.BUSY))
@@ -159,8 +162,9 @@ class ShardServer:
                     self._handle(connection, frame, body)
         except BlockingIOError:
             return
-        except (ConnectionError, ProtocolError):
-            # A client that left, or one that does not speak the protocol: the same end for its session.
+        except (OSError, ProtocolError):
+            # A client that left, that does not speak the protocol, or that there are no descriptors for: the same end
+            # for its session.
             self._disconnect(connection)
 
     def _disconnect(self, connection: _Connection) -> None:
@@ -298,7 +302,7 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
             layer_bytes=int(description["layer_bytes"]),
             label=str(description.get("label", ""))[:200],
         )
-    except (KeyError, TypeError, ValueError) as cause:
+    except (KeyError, TypeError, ValueError, OverflowError) as cause:  # JSON knows infinity
         raise UsageError("a namespace is announced as digest (hex), layers, layer_bytes, label") from cause
     if len(info.digest) != 16 or not 1 <= info.layers <= 4096 or info.layer_bytes < 1:
         raise UsageError("a namespace has a digest of 16 bytes, 1 to 4096 layers and at least one byte per layer")

@@ -33,13 +33,13 @@ from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyReq
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
+Mask = NDArray[np.bool_]
 Rows = NDArray[np.void]
 
 INDEX_LOAD_MAX = 0.85
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
 _RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
-CHUNKS_TRIED_MAX = 8  # chunks of other sizes looked at per round of eviction
 
 
 class IndexSegment(NamedTuple):
@@ -221,13 +221,16 @@ class Shard:
         leaves its trace on the touch board itself.
         """
         handles, held = self._named(refs)
-        if held.any():
-            life = self.blocks.life[handles]
-            held &= (life == _COMMITTED) | (life == _RESERVED)
-        holding = handles[held]
-        np.add.at(self.blocks.holds, holding, 1)
+        if not held.all():
+            handles = handles[held]
+        life = self.blocks.life[handles]
+        present = (life == _COMMITTED) | (life == _RESERVED)
+        if not present.all():
+            held[held] = present
+            handles = handles[present]
+        np.add.at(self.blocks.holds, handles, 1)
         self._lease_number += 1
-        lease = _Lease(session, holding, now_s + _ttl_s(ttl_ms))
+        lease = _Lease(session, handles, now_s + _ttl_s(ttl_ms))
         self._leases[self._lease_number] = lease
         session.leases.add(self._lease_number)
         heapq.heappush(self._lease_expiries, (lease.deadline_s, self._lease_number))
@@ -262,9 +265,7 @@ class Shard:
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
         committed = found.states == BlockState.COMMITTED
-        handles = found.handles[committed]
-        _, first = np.unique(handles, return_index=True)
-        self.policy.touch(handles[np.sort(first)])
+        self._use(found.handles[committed])
         return committed.astype(np.uint8)
 
     # --- writing -----------------------------------------------------------------------------------------------------
@@ -296,6 +297,8 @@ class Shard:
         rows["status"][states == BlockState.COMMITTED] = PutStatus.EXISTS
         rows["status"][states == BlockState.RESERVED] = PutStatus.PENDING
         self.counters.duplicate_puts += int(np.count_nonzero(states))
+        # A put uses what is there of its prefix: making room for the rest must not evict that first.
+        self._use(found.handles[states == BlockState.COMMITTED])
         absent = np.flatnonzero(states == BlockState.ABSENT)
         rows["status"][absent] = PutStatus.PENDING  # of a key that is named twice, all but the first
         fresh = absent[_first_of_each(request.keys[absent])]
@@ -510,16 +513,18 @@ class Shard:
             self.namespace(number)
 
     def _named(self, refs: Rows) -> tuple[I64, NDArray[np.bool_]]:
-        """Handles of refs, and which of them name a block of that generation that still has its slot."""
-        blocks = self.blocks
+        """Handles of refs, and which of them name a block of that generation, whatever its state."""
+        generation = self.blocks.generation
         handles = refs["handle"].astype(np.int64)
-        if not len(handles) or int(handles.max()) < len(blocks):
-            return handles, blocks.generation[handles] == refs["generation"]
-        known = handles < len(blocks)
-        handles = np.where(known, handles, 0)
-        if not len(blocks):
-            return handles, known
-        return handles, known & (blocks.generation[handles] == refs["generation"])
+        try:
+            if len(handles) and handles.min() < 0:  # an index from the end would be a second name of another handle
+                raise IndexError
+            return handles, generation[handles] == refs["generation"]
+        except IndexError:  # a handle that was never given out
+            known = (handles >= 0) & (handles < len(generation))
+            inside = np.where(known, handles, 0)
+            named = known & (generation[inside] == refs["generation"]) if len(generation) else known
+            return inside, named
 
     def _mine(self, session: Session, refs: Rows, life: Life) -> tuple[I64, NDArray[np.bool_]]:
         """Handles of refs, and which of them name a block in that state that this session reserved, each once."""
@@ -527,14 +532,21 @@ class Shard:
         if not named.any():
             return handles, named
         named &= (self.blocks.life[handles] == life) & (self.blocks.owner[handles] == session.number)
+        rows = np.flatnonzero(named)
         first = np.zeros(len(refs), dtype=np.bool_)
-        first[np.unique(handles, return_index=True)[1]] = True
-        return handles, named & first
+        first[rows[np.unique(handles[rows], return_index=True)[1]]] = True
+        return handles, first
 
     def _end_quarantine(self, session: Session, refs: Rows) -> None:
         """The writer has reported on a reservation that had run out: it writes there no more."""
         handles, late = self._mine(session, refs, Life.QUARANTINED)
         self._let_go(handles[late])
+
+    def _use(self, handles: I64) -> None:
+        """Count committed blocks, in prefix order and perhaps named twice, as used now."""
+        if len(handles):
+            _, first = np.unique(handles, return_index=True)
+            self.policy.touch(handles[np.sort(first)])
 
     def _retire(self, handles: I64) -> None:
         """Take blocks out of the index, and their slots back as soon as nobody can touch them."""
@@ -542,6 +554,7 @@ class Shard:
             return
         blocks = self.blocks
         self._index.remove(handles)
+        blocks.pins[handles] = 0
         committed = handles[blocks.life[handles] == Life.COMMITTED]
         self.policy.remove(committed)
         writing = (blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] != 0)
@@ -570,45 +583,53 @@ class Shard:
     def _allocate(self, slot_bytes: int, count: int) -> I64:
         """Up to `count` slots, evicting what the policy offers until there are enough or nothing may go."""
         offsets = self.allocator.allocate(slot_bytes, count)
-        looks_left = 2 * len(self.policy)
+        stuck: Mask | None = None
+        looks_left = 2 * len(self.policy)  # at blocks that must stay
         while len(offsets) < count and looks_left > 0:
             candidates = self.policy.candidates(count - len(offsets))
             if not len(candidates):
                 break
-            looks_left -= len(candidates)
-            self._evict(candidates, slot_bytes)
+            same = self.allocator.slot_bytes_of(self.blocks.offset[candidates]) == slot_bytes
+            if stuck is None and not same.all():
+                stuck = self._stuck_chunks()
+            looks_left -= self._evict(candidates, same, stuck)
             offsets = np.concatenate([offsets, self.allocator.allocate(slot_bytes, count - len(offsets))])
         return offsets
 
-    def _evict(self, candidates: I64, slot_bytes: int) -> None:
-        """Evict those that may go: blocks of the wanted slot size one by one, else the whole chunk of one of another
-        size.
+    def _evict(self, candidates: I64, same: Mask, stuck: Mask | None) -> int:
+        """Evict those that may go: blocks of the wanted slot size (`same`) one by one, else the whole chunk of one of
+        another size. How many have to stay.
         """
         blocks = self.blocks
-        loose = (blocks.holds[candidates] == 0) & (blocks.pins[candidates] == 0)
-        same = self.allocator.slot_bytes_of(blocks.offset[candidates]) == slot_bytes
-        self.policy.touch(candidates[~loose][::-1])
-        self._drop(candidates[loose & same])
-        others = candidates[loose & ~same]
-        if not len(others):
-            return
-        _, first_of_chunk = np.unique(self.allocator.chunk_of(blocks.offset[others]), return_index=True)
-        for handle in others[np.sort(first_of_chunk)][:CHUNKS_TRIED_MAX].tolist():
-            mates = self._chunk_mates(handle)
-            if mates is not None:
-                self.policy.restore(others[~np.isin(others, mates)])
-                self._drop(mates)
-                return
-        self.policy.touch(others[::-1])
+        stays = (blocks.holds[candidates] > 0) | (blocks.pins[candidates] > 0)
+        if stuck is not None:
+            stays |= ~same & stuck[self.allocator.chunk_of(blocks.offset[candidates])]
+        self.policy.touch(candidates[stays][::-1])
+        self._drop(candidates[~stays & same])
+        others = candidates[~stays & ~same]
+        if len(others):
+            mates = self._chunk_mates(int(others[0]))
+            self.policy.restore(others[~np.isin(others, mates)])
+            self._drop(mates)
+        return int(np.count_nonzero(stays))
 
-    def _chunk_mates(self, handle: int) -> I64 | None:
-        """All blocks in the chunk of this one, itself included; None if one of them must stay."""
+    def _stuck_chunks(self) -> Mask:
+        """Which chunks can't be emptied, because one of their blocks is pinned, held or being written."""
         blocks = self.blocks
         given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
+        loose = (
+            (blocks.life[given_out] == Life.COMMITTED) & (blocks.holds[given_out] == 0) & (blocks.pins[given_out] == 0)
+        )
+        stuck = np.zeros(self.allocator.pool_bytes // self.allocator.chunk_bytes, dtype=np.bool_)
+        stuck[self.allocator.chunk_of(blocks.offset[given_out[~loose]])] = True
+        return stuck
+
+    def _chunk_mates(self, handle: int) -> I64:
+        """All committed blocks in the chunk of this one, itself included."""
+        blocks = self.blocks
+        committed = blocks.select(Life.COMMITTED)
         chunk = blocks.offset[handle] // self.allocator.chunk_bytes
-        mates = given_out[self.allocator.chunk_of(blocks.offset[given_out]) == chunk]
-        free_to_go = (blocks.life[mates] == Life.COMMITTED) & (blocks.holds[mates] == 0) & (blocks.pins[mates] == 0)
-        return mates if free_to_go.all() else None
+        return committed[self.allocator.chunk_of(blocks.offset[committed]) == chunk]
 
     def _drop(self, handles: I64) -> None:
         self.counters.evicted_blocks += len(handles)
