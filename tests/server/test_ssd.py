@@ -138,9 +138,13 @@ def test_fifty_readers_of_one_cold_prefix_cause_one_read(server: ServerProcess) 
         cold = keys_of(writer, 0)
         before = disk(server)["counters"]["promoted_blocks"]
         clients = [connect(server) for _ in range(10)]
+
+        def read(reader: int) -> int:
+            return clients[reader % len(clients)].get(cold).hit_blocks
+
         try:
             with ThreadPoolExecutor(50) as threads:
-                answers = list(threads.map(lambda n: clients[n % 10].get(cold).hit_blocks, range(50)))
+                answers = list(threads.map(read, range(50)))
         finally:
             for client in clients:
                 client.close()
