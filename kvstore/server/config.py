@@ -22,6 +22,10 @@ CHUNK_BYTES = 256 << 20
 CHUNK_BYTES_MAX = 2 << 30
 CHUNKS_MIN = 8
 DRAM_BYTES_MIN = 256 << 20
+DISK_BYTES_MIN = 64 << 20
+DISK_BYTES_MAX = 64 << 30  # unless told otherwise
+_NOT_GIVEN = -1
+ADMISSIONS = ("always", "second", "never")
 SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
 _MIB = 1 << 20
@@ -45,6 +49,15 @@ def available_memory_bytes() -> int:
 
 def _default_dram() -> int:
     return max(available_memory_bytes() // SHARE_OF_MEMORY, DRAM_BYTES_MIN) // _MIB * _MIB
+
+
+def _default_disk(folder: Path) -> int:
+    """A quarter of the space that is free where the data folder is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    share = min(space.f_bavail * space.f_frsize // SHARE_OF_MEMORY, DISK_BYTES_MAX) // _MIB * _MIB
+    return share if share >= 64 * DISK_BYTES_MIN else 0
 
 
 def _default_data_dir() -> Path:
@@ -80,6 +93,18 @@ class ServerConfig:
         default=CHUNK_BYTES,
         metadata={"help": "unit that the pool is divided in, and the largest block", "size": True},
     )
+    disk: int = field(
+        default_factory=lambda: _NOT_GIVEN,
+        metadata={
+            "help": "SSD tier of all shards together, in data_dir; 0: none; a quarter of the free space, at most 64GiB, "
+            "unless given",
+            "size": True,
+        },
+    )
+    admission: str = field(
+        default="second",
+        metadata={"help": "what is written to the SSD: always, second (what is used a second time), never"},
+    )
     data_dir: Path = field(default_factory=_default_data_dir, metadata={"help": "folder of what survives a restart"})
     runtime_dir: Path = field(default_factory=_default_runtime_dir, metadata={"help": "folder of local sockets"})
     key_algorithm: str = field(
@@ -110,6 +135,14 @@ class ServerConfig:
         least = self.shards * CHUNKS_MIN * _MIB
         if self.dram < least:
             raise ConfigError(f"dram={format_size(self.dram)}: at least {format_size(least)} for {self.shards} shards")
+        if self.disk == _NOT_GIVEN:
+            object.__setattr__(self, "disk", _default_disk(self.data_dir))
+        if 0 < self.disk < self.shards * DISK_BYTES_MIN:
+            raise ConfigError(
+                f"disk={format_size(self.disk)}: allowed is 0 (none) or at least {format_size(self.shards * DISK_BYTES_MIN)}"
+            )
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(f"admission={self.admission!r}: allowed is one of {', '.join(ADMISSIONS)}")
         if not -1 <= self.key_seed < 1 << 64:
             raise ConfigError(f"key_seed={self.key_seed}: allowed is -1 (random) or 0 to 2**64 - 1")
         try:
@@ -129,6 +162,11 @@ class ServerConfig:
     def pool_bytes_per_shard(self) -> int:
         """Each shard's part of the DRAM tier, in whole chunks."""
         return self.dram // self.shards // self.chunk_bytes * self.chunk_bytes
+
+    @property
+    def disk_bytes_per_shard(self) -> int:
+        """Each shard's part of the SSD tier."""
+        return self.disk // self.shards
 
     @property
     def chunk_bytes(self) -> int:

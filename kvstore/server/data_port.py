@@ -260,6 +260,7 @@ class _Connection:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        self._bring_back(request, layers * layer_bytes, shard_deadline)
         probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
         there = probe.take(np.flatnonzero(found))
@@ -283,7 +284,9 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        index = self._index(Deadline(SHARD_TIMEOUT_S))
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        self._bring_back(request, layers * layer_bytes, shard_deadline)
+        index = self._index(shard_deadline)
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
@@ -299,6 +302,12 @@ class _Connection:
         found[rows[~standing]] = False
         payload = [memoryview(copied)[place : place + size] for place in places[standing].tolist()]
         self._send_fetched(frame, found, size, sums[standing], payload, deadline)
+
+    def _bring_back(self, request: KeyRequest, size: int, deadline: Deadline) -> None:
+        """Have those of the blocks that are on the SSD brought into the pool."""
+        cold = self._index(deadline).probe(request.keys).on_disk(request.namespace, size)
+        if cold.any():
+            self._session.promote(request.namespace, request.keys[cold], deadline)
 
     def _send_fetched(
         self,

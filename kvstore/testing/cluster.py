@@ -34,7 +34,7 @@ class ServerProcess:
     def __init__(self, dram: str = "256MiB", *, shards: int = 1, folder: Path | None = None, **options: object) -> None:
         self._own_folder = folder is None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="kvs-"))
-        self._settings: dict[str, object] = {"dram": dram, "shards": shards, **options}
+        self._settings: dict[str, object] = {"dram": dram, "shards": shards, "disk": "0", **options}
         self._ports: dict[str, object] = {"control_port": 0, "data_port": 0, "http_port": 0}
         self._process: subprocess.Popen[str] | None = None
         self.address = ""
