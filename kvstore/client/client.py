@@ -6,12 +6,13 @@ reached by then is a miss (or a put that FAILED). Only wrong input raises.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -107,8 +108,9 @@ class Client:
 
     def lookup(self, keys: BlockKeys) -> Lookup:
         """State of each block, and the longest prefix that can be used. Changes nothing."""
-        states = np.zeros(len(keys), dtype=np.uint8)
-        layers_ready = np.zeros(len(keys), dtype=np.uint16)
+        count = _count(keys)
+        states = np.zeros(count, dtype=np.uint8)
+        layers_ready = np.zeros(count, dtype=np.uint16)
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
             found = link.lookup(keys.array[rows], deadline.left_s())
@@ -135,15 +137,16 @@ class Client:
         """
         chosen = self._layers(layers)
         size = (chosen[1] - chosen[0]) * self._namespace.layer_bytes
-        target = self._blocks(into, offsets, len(keys), size, "into", writable=True)
+        target = self._blocks(into, offsets, _count(keys), size, "into", writable=True)
         return self._fetch(keys, target, chosen, size)
 
     def get(self, keys: BlockKeys) -> GetResult:
         """Copy blocks into memory that the client provides and recycles."""
         size = self._namespace.block_bytes
-        memory = self._arenas.take(len(keys) * size)
-        rows = memory.reshape(len(keys), size)
-        target = Region(memory, np.arange(len(keys), dtype=np.int64) * size)
+        count = _count(keys)
+        memory = self._arenas.take(count * size)
+        rows = memory.reshape(count, size)
+        target = Region(memory, np.arange(count, dtype=np.int64) * size)
         fetched = self._fetch(keys, target, (0, self._namespace.layers), size)
         blocks = [rows[row] if good else None for row, good in enumerate(fetched.ok.tolist())]
         return GetResult(fetched.ok, fetched.bytes, blocks)
@@ -156,13 +159,14 @@ class Client:
         """
         if not 0.01 <= ttl_s <= VIEW_TTL_S_MAX:
             raise UsageError(f"ttl_s={ttl_s}: allowed is 0.01 to {VIEW_TTL_S_MAX:g} seconds")
+        count = _count(keys)
         parts: list[tuple[I64, HeldBlocks]] = []
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
             parts.append((rows, link.lease(keys.array[rows], ttl_s, deadline.left_s())))
 
         self._each_shard(keys, ask)
-        view = View(self._namespace, len(keys), parts, ttl_s, self._options.timeout_s)
+        view = View(self._namespace, count, parts, ttl_s, self._options.timeout_s)
         self._views.add(view)
         return view
 
@@ -184,8 +188,9 @@ class Client:
             LayoutMismatch, UsageError, UnregisteredBuffer: the source does not fit; nothing was stored.
         """
         size = self._namespace.block_bytes
-        source = self._blocks(blocks, offsets, len(keys), size, "blocks", writable=False)
-        statuses = np.full(len(keys), PutStatus.FAILED, dtype=np.uint8)
+        count = _count(keys)
+        source = self._blocks(blocks, offsets, count, size, "blocks", writable=False)
+        statuses = np.full(count, PutStatus.FAILED, dtype=np.uint8)
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
             statuses[rows] = link.store(keys.array[rows], source.take(rows), deadline.left_s())
@@ -317,7 +322,7 @@ class Client:
         return Fetched(ok, int(np.count_nonzero(ok)) * size)
 
     def _ask(self, keys: BlockKeys, question: Callable[[ShardLink, NDArray[np.void], float], Mask]) -> Mask:
-        answers = np.zeros(len(keys), dtype=np.bool_)
+        answers = np.zeros(_count(keys), dtype=np.bool_)
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
             answers[rows] = question(link, keys.array[rows], deadline.left_s())
@@ -343,7 +348,9 @@ class Client:
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="kvstore")
-        for future in [self._threads.submit(self._guarded, part, ask, deadline) for part in parts]:
+        asked = [self._threads.submit(self._guarded, part, ask, deadline) for part in parts]
+        wait(asked)  # all of them, also when one refuses: the caller's memory is the caller's again after the call
+        for future in asked:
             future.result()
 
     def _route(self, keys: BlockKeys) -> list[tuple[NodeLinks, int, ShardLink, I64]]:
@@ -381,9 +388,12 @@ class Client:
     def _layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
         if layers is None:
             return 0, self._namespace.layers
-        first, end = layers
+        try:
+            first, end = (operator.index(layer) for layer in layers)
+        except (TypeError, ValueError):
+            first, end = 0, 0  # not two whole numbers: refused like a range of none
         if not 0 <= first < end <= self._namespace.layers:
-            raise UsageError(f"layers={layers}: allowed is a half-open range within 0 to {self._namespace.layers}")
+            raise UsageError(f"layers={layers!r}: allowed is a half-open range within 0 to {self._namespace.layers}")
         return first, end
 
     def _blocks(self, value: object, offsets: object, count: int, size: int, name: str, *, writable: bool) -> Blocks:
@@ -440,12 +450,24 @@ class View:
     def array(
         self, row: int, dtype: DTypeLike | None = None, shape: tuple[int, ...] | None = None
     ) -> NDArray[Any] | None:
-        """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss."""
+        """Block as a read-only array of another dtype (the namespace's unless given) and shape, or None for a miss.
+
+        Raises:
+            UsageError: numpy has no such dtype as the namespace's: name one of the same width.
+        """
         block: NDArray[Any] | None = self[row]
         if block is None:
             return None
-        typed = block.view(self._namespace.dtype if dtype is None else dtype)
+        typed = block.view(self._own_dtype() if dtype is None else dtype)
         return typed if shape is None else typed.reshape(shape)
+
+    def _own_dtype(self) -> np.dtype[Any]:
+        name = self._namespace.dtype
+        try:
+            return np.dtype(name)
+        except TypeError as cause:
+            carrier = f"uint{8 * self._namespace.itemsize}"
+            raise UsageError(f"dtype {name}: numpy has none; ask for its bits, as dtype={carrier!r}") from cause
 
     def check(self) -> None:
         """Make sure that everything read so far was read under a valid lease.
@@ -495,3 +517,10 @@ class View:
                     held.renew(self._ttl_s, self._timeout_s)
                 except KvStoreError:
                     self._renew_at_s = now_s + self._ttl_s / 10  # again soon; what runs out meanwhile is noticed
+
+
+def _count(keys: BlockKeys) -> int:
+    """How many keys, once it is clear that they are keys."""
+    if not isinstance(keys, BlockKeys):
+        raise UsageError(f"keys: {type(keys).__name__} is no batch of keys; pass BlockKeys, as keys() makes them")
+    return len(keys)

@@ -56,6 +56,7 @@ class NodeLinks:
         self._next_try_s = 0.0
         self._pause_s = RETRY_S_MIN
         self._connecting = threading.Lock()
+        self._closed = False
 
     @property
     def shards(self) -> tuple[Member, ...]:
@@ -85,6 +86,8 @@ class NodeLinks:
                 with contextlib.suppress(Unavailable):
                     links[shard.number] = self._link(info, shard)
             self.info, self.links = info, links
+            if self._closed:  # meanwhile: these links came too late for `close` to see them
+                self.close()
 
     def drop(self, shard: int, link: ShardLink) -> None:
         """Give up a link that has failed: no call uses it again."""
@@ -110,7 +113,8 @@ class NodeLinks:
             self._next_try_s, self._pause_s = 0.0, RETRY_S_MIN
 
     def close(self) -> None:
-        """End all sessions."""
+        """End all sessions, also those that a reconnect is just about to make."""
+        self._closed = True
         for link in self.links:
             if link is not None:
                 link.close()

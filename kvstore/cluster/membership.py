@@ -67,6 +67,6 @@ def _parse(text: str) -> Member:
     host, colon, port = address.rpartition(":")
     if not colon or address.endswith("]"):
         host, port = address, str(DEFAULT_CONTROL_PORT)
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"address {text!r}: allowed is 'local' or 'host:port' with a port from 1 to 65535")
     return Member(f"{host}:{port}", weight)

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-__all__ = ["BlockState", "PutStatus"]
+__all__ = ["BlockState", "PutStatus", "Tier"]
 
 
 class BlockState(IntEnum):
@@ -16,6 +16,16 @@ class BlockState(IntEnum):
 
     COMMITTED = 2
     """Complete and immutable."""
+
+
+class Tier(IntEnum):
+    """Where the bytes of a committed block lie. Values fit a uint8 and are part of the index layout: never renumber."""
+
+    DRAM = 0
+    """In the shard's pool: it can be read right away."""
+
+    DISK = 1
+    """On the SSD only: asking for it brings it back into the pool first."""
 
 
 class PutStatus(IntEnum):

@@ -11,8 +11,8 @@ matches, one entry: no chain to walk, no call to the server, the same few vector
 
 How a racing reader stays right, without a lock:
 
-- Words 0-5 never change while an entry lives; word 7 is a checksum over them. A reader that catches an entry half
-  written sees a wrong checksum and tries again.
+- Words 0-5 only change when a block moves between tiers, under a new generation; word 7 is a checksum over them. A
+  reader that catches an entry half written sees a wrong checksum, or no status, and tries again.
 - Word 6, the status, is the only word that changes. It is written with one aligned 8-byte store, and carries the low
   half of the generation, so it can't be mistaken for the status of another entry that was in the same place.
 - A generation is never used twice by one writer. Who copied bytes out of the pool reads the generation again
@@ -61,7 +61,7 @@ class Word:
     GENERATION: Final = 3
     LOCATION: Final = 4  # pool offset in POOL_UNIT_BYTES (low 32 bits) | size in bytes << 32
     META: Final = 5  # handle (low 32 bits) | namespace id << 32 | layers << 48
-    STATUS: Final = 6  # state | layers ready << 16 | low 32 bits of the generation << 32
+    STATUS: Final = 6  # state | tier << 8 | layers ready << 16 | low 32 bits of the generation << 32
     CHECK: Final = 7
 
 

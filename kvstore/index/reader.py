@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ProtocolError
-from kvstore.core.states import BlockState
+from kvstore.core.states import BlockState, Tier
 from kvstore.index.layout import (
     CHECK_FACTOR_INTS,
     I64,
@@ -35,6 +35,8 @@ _SHIFT16 = np.uint64(16)
 _SHIFT32 = np.uint64(32)
 _SHIFT48 = np.uint64(48)
 _STATE_MASK = np.uint64(0xFF)
+_PLACE_MASK = np.uint64(0xFFFF)  # state and tier
+_ON_DISK = _COMMITTED | int(Tier.DISK) << 8
 _LAYERS_MASK = np.uint64(0xFFFF)
 
 
@@ -98,13 +100,21 @@ class Probe:
         reserved ones that came that far.
         """
         entries = self.entries
-        state = entries[:, Word.STATUS] & _STATE_MASK
-        ready = state == _COMMITTED
+        place = entries[:, Word.STATUS] & _PLACE_MASK
+        ready = place == _COMMITTED  # in DRAM, whose number is 0
         if not ready.all():
-            ready |= (state == _RESERVED) & (self.layers_ready >= layers_end)
+            ready |= (place == _RESERVED) & (self.layers_ready >= layers_end)
         ready &= (entries[:, Word.LOCATION] >> _SHIFT32) == size_bytes
         ready &= ((entries[:, Word.META] >> _SHIFT32) & _LAYERS_MASK) == namespace
         return ready
+
+    def on_disk(self, namespace: int, size_bytes: int) -> NDArray[np.bool_]:
+        """Which blocks of that namespace and size are on the SSD only."""
+        entries = self.entries
+        cold = (entries[:, Word.STATUS] & _PLACE_MASK) == _ON_DISK
+        cold &= (entries[:, Word.LOCATION] >> _SHIFT32) == size_bytes
+        cold &= ((entries[:, Word.META] >> _SHIFT32) & _LAYERS_MASK) == namespace
+        return cold
 
 
 class Entry(NamedTuple):
@@ -123,11 +133,16 @@ class Entry(NamedTuple):
         """The shard's dense number of the block."""
         return self.words[Word.META] & 0xFFFFFFFF
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether the block is on the SSD only."""
+        return self.words[Word.STATUS] & 0xFFFF == _ON_DISK
+
     def readable(self, namespace: int, layers_end: int, size_bytes: int) -> bool:
         """As `Probe.readable`."""
         _, _, _, _, location, meta, status, _ = self.words
-        state = status & 0xFF
-        ready = state == _COMMITTED or (state == _RESERVED and (status >> 16) & 0xFFFF >= layers_end)
+        place = status & 0xFFFF
+        ready = place == _COMMITTED or (place == _RESERVED and (status >> 16) & 0xFFFF >= layers_end)
         return ready and location >> 32 == size_bytes and (meta >> 32) & 0xFFFF == namespace
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import IndexFull
-from kvstore.core.states import BlockState
+from kvstore.core.states import BlockState, Tier
 from kvstore.index.layout import (
     I64,
     MAGIC,
@@ -70,8 +70,11 @@ class IndexWriter:
         handles: I64,
         namespace: int,
         layers: int,
+        *,
+        tier: Tier = Tier.DRAM,
     ) -> None:
-        """Add n reserved blocks. Keys must be absent and distinct, which the shard has just checked.
+        """Add n blocks: reserved ones in the pool, or committed ones on the SSD. Keys must be absent and distinct,
+        which the shard has just checked.
 
         Raises:
             IndexFull: no place for one of them; none was added.
@@ -80,15 +83,26 @@ class IndexWriter:
         self._reach(int(handles.max(initial=-1)) + 1)
         entries = np.empty((count, 8), dtype=np.uint64)
         entries[:, :3] = keys.view(np.uint64).reshape(count, 3)
-        entries[:, Word.GENERATION] = generations
-        entries[:, Word.LOCATION] = (offsets // POOL_UNIT_BYTES).astype(np.uint64) | (
-            sizes.astype(np.uint64) << _SHIFT32
-        )
-        meta = np.uint64(namespace << 32 | layers << 48)
-        entries[:, Word.META] = handles.astype(np.uint64) | meta
-        entries[:, Word.STATUS] = _status(BlockState.RESERVED, 0, generations)
-        entries[:, Word.CHECK] = checksum(entries)
+        entries[:, Word.META] = handles.astype(np.uint64) | np.uint64(namespace << 32 | layers << 48)
+        state, ready = (BlockState.RESERVED, 0) if tier is Tier.DRAM else (BlockState.COMMITTED, layers)
+        _fill(entries, generations, offsets, sizes, _status(state, ready, generations, tier))
         self._place(entries, handles)
+
+    def relocate(self, handles: I64, generations: U64, offsets: I64, tier: Tier) -> None:
+        """Committed blocks are somewhere else from now on, under new generations. Readers never take the old place for
+        the new one: while the words change there is no status, so they look again.
+        """
+        table = self._table
+        position = self._position[handles]
+        entries = table.entries[position]
+        sizes = (entries[:, Word.LOCATION] >> _SHIFT32).astype(np.int64)
+        layers = entries[:, Word.META] >> _SHIFT48
+        table.status[position] = 0
+        _fill(entries, generations, offsets, sizes, _status(BlockState.COMMITTED, layers, generations, tier))
+        status = entries[:, Word.STATUS].copy()
+        entries[:, Word.STATUS] = 0
+        table.entries[position] = entries
+        table.status[position] = status
 
     def set_status(self, handles: I64, state: BlockState, layers_ready: int | NDArray[np.integer]) -> None:
         """Set state and watermark of blocks: one aligned 8-byte store each."""
@@ -225,6 +239,15 @@ class IndexWriter:
         return free
 
 
-def _status(state: BlockState, layers_ready: int | NDArray[np.integer], generations: U64) -> U64:
+def _fill(entries: U64, generations: U64, offsets: I64, sizes: I64, status: U64) -> None:
+    entries[:, Word.GENERATION] = generations
+    entries[:, Word.LOCATION] = (offsets // POOL_UNIT_BYTES).astype(np.uint64) | (sizes.astype(np.uint64) << _SHIFT32)
+    entries[:, Word.STATUS] = status
+    entries[:, Word.CHECK] = checksum(entries)
+
+
+def _status(
+    state: BlockState, layers_ready: int | NDArray[np.integer], generations: U64, tier: Tier = Tier.DRAM
+) -> U64:
     ready = np.asarray(layers_ready, dtype=np.uint64)
-    return np.uint64(state) | (ready << _SHIFT16) | ((generations & _MASK32) << _SHIFT32)
+    return np.uint64(state | tier << 8) | (ready << _SHIFT16) | ((generations & _MASK32) << _SHIFT32)

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from kvstore.core.errors import KvStoreError
 from kvstore.core.sizes import format_size
@@ -26,13 +27,25 @@ Every setting can come from a TOML file (--config), from KVSTORE_* variables, or
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, and names what is allowed where a flag is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            message = f"unknown flag {unknown.split()[0]!r}; allowed are {', '.join(flags)}"
+        self.exit(2, f"{self.prog}: {message} (--help explains)\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvstore-server",
         description="A node of the distributed KV cache store.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"kvstore-server {version('kvstore-llm')}")
     parser.add_argument("action", nargs="*", metavar="config show", help="print the settings in force and exit")

@@ -19,8 +19,12 @@ from kvstore.core.keys import KeyScheme
 from kvstore.core.sizes import format_size, parse_size
 
 CHUNK_BYTES = 256 << 20
+CHUNK_BYTES_MAX = 2 << 30
 CHUNKS_MIN = 8
 DRAM_BYTES_MIN = 256 << 20
+DISK_BYTES_MIN = 64 << 20
+DISK_BYTES_MAX = 64 << 30  # unless told otherwise
+ADMISSIONS = ("always", "second", "never")
 SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
 _MIB = 1 << 20
@@ -44,6 +48,15 @@ def available_memory_bytes() -> int:
 
 def _default_dram() -> int:
     return max(available_memory_bytes() // SHARE_OF_MEMORY, DRAM_BYTES_MIN) // _MIB * _MIB
+
+
+def _default_disk(folder: Path) -> int:
+    """A quarter of the space that is free where the data folder is or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    space = os.statvfs(folder)
+    share = min(space.f_bavail * space.f_frsize // SHARE_OF_MEMORY, DISK_BYTES_MAX) // _MIB * _MIB
+    return share if share >= 64 * DISK_BYTES_MIN else 0
 
 
 def _default_data_dir() -> Path:
@@ -79,6 +92,18 @@ class ServerConfig:
         default=CHUNK_BYTES,
         metadata={"help": "unit that the pool is divided in, and the largest block", "size": True},
     )
+    disk: int = field(
+        default=-1,
+        metadata={
+            "help": "SSD tier of all shards together, in data_dir; 0: none; a quarter of the free space, at most 64GiB, "
+            "unless given",
+            "size": True,
+        },
+    )
+    admission: str = field(
+        default="second",
+        metadata={"help": "what is written to the SSD: always, second (what is used a second time), never"},
+    )
     data_dir: Path = field(default_factory=_default_data_dir, metadata={"help": "folder of what survives a restart"})
     runtime_dir: Path = field(default_factory=_default_runtime_dir, metadata={"help": "folder of local sockets"})
     key_algorithm: str = field(
@@ -103,12 +128,20 @@ class ServerConfig:
             raise ConfigError(f"control_port, data_port and http_port must differ: {ports}")
         _require("shards", self.shards, 1, 64)
         _require("data_workers", self.data_workers, 1, 64)
-        _require("chunk", self.chunk, _MIB, 1 << 31)
-        if self.chunk % _MIB:
-            raise ConfigError(f"chunk={format_size(self.chunk)}: allowed is a whole number of MiB")
+        if self.chunk % _MIB or not _MIB <= self.chunk <= CHUNK_BYTES_MAX:
+            most = format_size(CHUNK_BYTES_MAX)
+            raise ConfigError(f"chunk={format_size(self.chunk)}: allowed is a whole number of MiB, up to {most}")
         least = self.shards * CHUNKS_MIN * _MIB
         if self.dram < least:
             raise ConfigError(f"dram={format_size(self.dram)}: at least {format_size(least)} for {self.shards} shards")
+        if self.disk == -1:
+            object.__setattr__(self, "disk", _default_disk(self.data_dir))
+        if 0 < self.disk < self.shards * DISK_BYTES_MIN:
+            raise ConfigError(
+                f"disk={format_size(self.disk)}: allowed is 0 (none) or at least {format_size(self.shards * DISK_BYTES_MIN)}"
+            )
+        if self.admission not in ADMISSIONS:
+            raise ConfigError(f"admission={self.admission!r}: allowed is one of {', '.join(ADMISSIONS)}")
         if not -1 <= self.key_seed < 1 << 64:
             raise ConfigError(f"key_seed={self.key_seed}: allowed is -1 (random) or 0 to 2**64 - 1")
         try:
@@ -120,10 +153,19 @@ class ServerConfig:
                 f"runtime_dir={str(self.runtime_dir)!r}: too long for a socket path; at most {SOCKET_PATH_BYTES_MAX - 40} bytes"
             )
 
+    def endpoint(self, port: int) -> str:
+        """`host:port`, as addresses are written: IPv6 in brackets."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
     @property
     def pool_bytes_per_shard(self) -> int:
         """Each shard's part of the DRAM tier, in whole chunks."""
         return self.dram // self.shards // self.chunk_bytes * self.chunk_bytes
+
+    @property
+    def disk_bytes_per_shard(self) -> int:
+        """Each shard's part of the SSD tier."""
+        return self.disk // self.shards
 
     @property
     def chunk_bytes(self) -> int:
@@ -200,15 +242,15 @@ def _convert(source: str, name: str, value: object) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"{source}: {value!r} is neither text nor a number")
     if spec.metadata.get("size"):
-        return parse_size(value) if isinstance(value, int) else _size(source, value)
+        return _size(source, value)
     convert, allowed = _CONVERSIONS[str(spec.type)]
     try:
         return convert(str(value))
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # the latter from a path in the home of a user that isn't known
         raise ConfigError(f"{source}: {value!r} is not allowed; {allowed} is") from error
 
 
-def _size(source: str, text: str) -> int:
+def _size(source: str, text: str | int) -> int:
     try:
         return parse_size(text)
     except ConfigError as error:

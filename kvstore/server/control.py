@@ -128,7 +128,7 @@ def _keys(data: bytes) -> BlockKeys:
     return keys
 
 
-def serve_control(service: ControlService, host: str, port: int) -> tuple[grpc.Server, int]:
+def serve_control(service: ControlService, address: str) -> tuple[grpc.Server, int]:
     """Start serving; the server and the port it got.
 
     Raises:
@@ -141,8 +141,8 @@ def serve_control(service: ControlService, host: str, port: int) -> tuple[grpc.S
     )
     add_ControlServicer_to_server(service, server)
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise ConfigError(f"control port {host}:{port} is in use or not an address of this machine") from error
+        raise ConfigError(f"control port {address}: in use, or not an address of this machine") from error
     server.start()
     return server, bound

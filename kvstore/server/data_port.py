@@ -22,8 +22,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
+from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
 from kvstore.core.states import PutStatus
+from kvstore.index import IndexReader
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -169,8 +170,7 @@ class _Connection:
                 except UsageError as error:
                     if frame.op == Op.WRITE:
                         raise  # its payload may not have been read
-                    status = Status.NAMESPACE_MISMATCH if isinstance(error, NamespaceMismatch) else Status.BAD_REQUEST
-                    self._reply(frame, str(error).encode(), deadline, status)
+                    self._reply(frame, str(error).encode(), deadline, _status_of(error))
 
     def _hello(self) -> LocalSession:
         deadline = Deadline(HELLO_TIMEOUT_S)
@@ -223,7 +223,7 @@ class _Connection:
         self._reply(frame, number.to_bytes(2, "little"), deadline)
 
     def _lookup(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
-        found = self._session.index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
+        found = self._index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
         rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
         rows["state"] = found.states_in(request.namespace)
         rows["layers_ready"], rows["size"] = found.layers_ready, found.sizes
@@ -238,7 +238,8 @@ class _Connection:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        probe = self._session.index(shard_deadline).probe(request.keys)
+        self._bring_back(request, layers * layer_bytes, shard_deadline)
+        probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
         there = probe.take(np.flatnonzero(found))
         lease, held = self._session.lease(there, HOLD_S, shard_deadline)
@@ -261,7 +262,9 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        index = self._session.index(Deadline(SHARD_TIMEOUT_S))
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        self._bring_back(request, layers * layer_bytes, shard_deadline)
+        index = self._index(shard_deadline)
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
@@ -277,6 +280,12 @@ class _Connection:
         found[rows[~standing]] = False
         payload = [memoryview(copied)[place : place + size] for place in places[standing].tolist()]
         self._send_fetched(frame, found, size, sums[standing], payload, deadline)
+
+    def _bring_back(self, request: KeyRequest, size: int, deadline: Deadline) -> None:
+        """Have those of the blocks that are on the SSD brought into the pool."""
+        cold = self._index(deadline).probe(request.keys).on_disk(request.namespace, size)
+        if cold.any():
+            self._session.promote(request.namespace, request.keys[cold], deadline)
 
     def _send_fetched(
         self,
@@ -351,6 +360,14 @@ class _Connection:
         done[whole] = self._session.settle(Op.COMMIT, request.refs[whole], shard_deadline)
         self._reply(frame, done.tobytes(), deadline)
 
+    def _index(self, deadline: Deadline) -> IndexReader:
+        """The index in force. That of a dead shard would still be readable, but is not read: its successor knows
+        better.
+        """
+        if not self._session.channel.usable:
+            raise Unavailable("the shard is gone")
+        return self._session.index(deadline)
+
     def _geometry(self, namespace: int) -> tuple[int, int]:
         known = self._sizes.get(namespace)
         if known is None:
@@ -359,6 +376,16 @@ class _Connection:
 
     def _reply(self, frame: Frame, body: bytes, deadline: Deadline, status: int = Status.OK) -> None:
         self._stream.send([encode(frame.op, frame.request, body, status=status)], deadline)
+
+
+def _status_of(error: UsageError) -> Status:
+    match error:
+        case NamespaceMismatch():
+            return Status.NAMESPACE_MISMATCH
+        case BlockTooLarge():
+            return Status.TOO_LARGE
+        case _:
+            return Status.BAD_REQUEST
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import socket
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +31,7 @@ class StatusServer(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, status: Callable[[], Status]) -> None:
         self.status = status
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:

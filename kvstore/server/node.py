@@ -70,22 +70,20 @@ class DataDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(f"data_dir={str(path)!r}: another kvstore-server uses it") from error
-        known = self._read(path / _NODE_FILE)
-        self.node_id = str(known.get("node_id") or uuid.uuid4())
-        self.epoch = int(known.get("epoch", 0)) + 1
-        self.key_seed = int(known.get("key_seed", secrets.randbits(63)))
+        self._read(path / _NODE_FILE)
         self._write(path / _NODE_FILE, {"node_id": self.node_id, "epoch": self.epoch, "key_seed": self.key_seed})
 
     def close(self) -> None:
         """Let another server use the folder."""
         self._lock.close()
 
-    def _read(self, path: Path) -> dict[str, Any]:
+    def _read(self, path: Path) -> None:
         try:
-            return json.loads(path.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
+            known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            self.node_id = str(known.get("node_id") or uuid.uuid4())
+            self.epoch = int(known.get("epoch", 0)) + 1
+            self.key_seed = KeyScheme(seed=known.get("key_seed", secrets.randbits(63))).seed
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: unreadable ({error}); remove it to start as a new node") from error
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
@@ -149,6 +147,9 @@ class ShardHandle:
             socket_path=str(self.socket_path),
             pool_bytes=self._config.pool_bytes_per_shard,
             chunk_bytes=self._config.chunk_bytes,
+            disk_dir=str(self._config.data_dir / f"shard-{self.number}"),
+            disk_bytes=self._config.disk_bytes_per_shard,
+            admission=self._config.admission,
         )
         return Child(f"shard {self.number}", "kvstore.server.shard.process", asdict(described))
 
@@ -205,7 +206,7 @@ class Node:
         """The answer to HELLO, with a fresh token."""
         host = self._config.host
         return NodeInfo(
-            address=f"{host}:{self.control_port}",
+            address=self._config.endpoint(self.control_port),
             node_id=self._data_dir.node_id,
             boot_id=self.boot_id,
             epoch=self._data_dir.epoch,
@@ -240,11 +241,11 @@ class Node:
 
     def endpoints(self) -> dict[str, str]:
         """Where to reach this node."""
-        host = self._config.host
+        endpoint = self._config.endpoint
         return {
-            "control": f"{host}:{self.control_port}",
-            "data": f"{host}:{self.data_port}",
-            "http": f"http://{host}:{self.http_port}",
+            "control": endpoint(self.control_port),
+            "data": endpoint(self.data_port),
+            "http": f"http://{endpoint(self.http_port)}",
         }
 
     def query(self, keys: BlockKeys) -> list[BlockInfo]:
@@ -286,7 +287,10 @@ class Node:
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed
         self._scheme = KeyScheme(config.key_algorithm, seed)  # pyright: ignore[reportArgumentType] -- checked by ServerConfig
         _prepare_runtime_dir(config.runtime_dir)
-        listener = _listen(config.host, config.data_port)
+        # Before the shards start, and because gRPC would complain in lines of its own.
+        _listen("control port", config.host, config.control_port).close()
+        _listen("HTTP port", config.host, config.http_port).close()
+        listener = _listen("data port", config.host, config.data_port)
         self._cleanups.append(listener.close)
         self.data_port = listener.getsockname()[1]
         for number in range(config.shards):
@@ -302,7 +306,7 @@ class Node:
             self._workers.append(worker)
         self._cleanups.append(self._stop_workers)
         service = ControlService(self, config.auth_token, self._version)
-        server, self.control_port = serve_control(service, config.host, config.control_port)
+        server, self.control_port = serve_control(service, config.endpoint(config.control_port))
         self._cleanups.append(lambda: server.stop(grace=CALLS_GRACE_S).wait())
         http = StatusServer(config.host, config.http_port, self.status)
         self.http_port = http.server_address[1]
@@ -366,7 +370,7 @@ def _prepare_runtime_dir(path: Path) -> None:
                 continue  # somebody listens, if slowly: not ours to remove
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(name: str, host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -376,5 +380,5 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(256)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"data port {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"{name} {host}:{port}: {error.strerror}") from error
     return listener

@@ -34,7 +34,7 @@ class ServerProcess:
     def __init__(self, dram: str = "256MiB", *, shards: int = 1, folder: Path | None = None, **options: object) -> None:
         self._own_folder = folder is None
         self._folder = folder or Path(tempfile.mkdtemp(prefix="kvs-"))
-        self._settings: dict[str, object] = {"dram": dram, "shards": shards, **options}
+        self._settings: dict[str, object] = {"dram": dram, "shards": shards, "disk": "0", **options}
         self._ports: dict[str, object] = {"control_port": 0, "data_port": 0, "http_port": 0}
         self._process: subprocess.Popen[str] | None = None
         self.address = ""
@@ -110,19 +110,27 @@ class ServerProcess:
         self._reap(pids)
 
     def kill_shard(self, shard: int = 0) -> None:
-        """SIGKILL to one shard; the node starts it again."""
+        """SIGKILL to one shard, and wait for its end; the node starts it again."""
         victim = self.shard_pid(shard)
         os.kill(victim, signal.SIGKILL)
+        _until(lambda: _has_ended(victim), STOP_TIMEOUT_S, f"end of shard {shard}")
 
     def shard_pid(self, shard: int = 0) -> int:
         """Process id of a shard."""
-        return next(
-            pid for pid in _descendants(self.pid) if f"memfd:kvstore-pool-{shard} (deleted)" in _open_files(pid)
-        )
+        pool = f"/memfd:kvstore-pool-{shard} (deleted)"  # workers have it open, too
+        return next(pid for pid in self._running_module("shard.process") if pool in _open_files(pid))
 
     def worker_pids(self) -> list[int]:
         """Process ids of the data port's workers."""
-        return [pid for pid in _descendants(self.pid) if b"data_port" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return self._running_module("data_port")
+
+    def _running_module(self, module: str) -> list[int]:
+        found: list[int] = []
+        for pid in _descendants(self.pid):
+            with contextlib.suppress(OSError):  # it has just ended
+                if module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
 
     def stop(self) -> int:
         """A clean shutdown; the exit code."""
@@ -201,6 +209,14 @@ def _open_files(pid: int) -> set[str]:
             with contextlib.suppress(OSError):
                 files.add(str(link.readlink()))
     return files
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the kernel has closed all that the process had; its parent may not have noticed yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _descendants(pid: int) -> list[int]:

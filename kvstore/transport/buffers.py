@@ -105,11 +105,13 @@ class RegisteredBuffer:
         """
         if not self._open:
             raise UnregisteredBuffer("the buffer was unregistered; register it again before a transfer names it")
-        array = np.asarray(offsets)
+        needed = f"{count} integers are needed, one per key"
+        try:
+            array = np.asarray(offsets)
+        except (TypeError, ValueError) as cause:
+            raise UsageError(f"offsets: {type(offsets).__name__} is no array of numbers; {needed}") from cause
         if array.dtype.kind not in "iu" or array.shape != (count,):
-            raise UsageError(
-                f"offsets of shape {array.shape} and dtype {array.dtype}: {count} integers are needed, one per key"
-            )
+            raise UsageError(f"offsets of shape {array.shape} and dtype {array.dtype}: {needed}")
         array = array.astype(np.int64)
         if count and (array.min() < 0 or int(array.max()) + size_bytes > self.nbytes):
             raise UnregisteredBuffer(

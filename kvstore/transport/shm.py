@@ -47,6 +47,8 @@ from kvstore.wire.messages import (
 
 RESERVATION_TTL_S = 30.0
 RELEASES_WAITING_MAX = 256
+READS_MAX = 3  # looks at a block: it may be on the SSD, and it may lose a race
+PROMOTION_SHARE = 0.8  # of the time left: a slow disk ends the wait, not the connection
 RELEASE_TIMEOUT_S = 1.0
 _FDS = 4
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -63,7 +65,10 @@ def connect_local(socket_path: str, deadline: Deadline) -> Channel:
     Raises:
         Unavailable: no such socket, nobody listens, or it belongs to another user.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as cause:  # out of descriptors
+        raise Unavailable(f"local shard {socket_path}: {cause.strerror}") from cause
     try:
         sock.settimeout(max(deadline.left_s(), 0.001))
         sock.connect(socket_path)
@@ -94,6 +99,8 @@ class SharedShard:
             self.pool_read_only = map_segment(pool_read_only_fd, writable=False)
             self.pool = map_segment(pool_fd, writable=True)
             self.touch_board: NDArray[np.uint32] = map_segment(touch_fd, writable=True).view(np.uint32)
+        except OSError as cause:  # out of descriptors or of address space
+            raise Unavailable(f"{channel.stream.peer}: its memory can't be mapped: {cause.strerror}") from cause
         finally:
             for fd in fds:
                 os.close(fd)
@@ -179,6 +186,13 @@ class ShardCalls:
         """Give back, without waiting for an answer."""
         self.channel.post(Op.RELEASE, LeaseRequest(np.array(leases, dtype=np.uint64)).encode(), deadline)
 
+    def promote(self, namespace: int, keys: Keys, deadline: Deadline) -> None:
+        """Have blocks brought back from the SSD. Returns when they are there, or can't be, or before the deadline."""
+        wait_s = deadline.left_s() * PROMOTION_SHARE
+        for first in range(0, len(keys), KEYS_MAX):
+            request = KeyRequest(namespace, keys[first : first + KEYS_MAX], ttl_ms=_ms(wait_s))
+            self.channel.call(Op.PROMOTE, request.encode(), deadline)
+
     def ask(self, op: Op, request: KeyRequest, deadline: Deadline) -> Mask:
         """DELETE, PIN or TOUCH: which keys were there."""
         return np.frombuffer(self.channel.call(op, request.encode(), deadline), dtype=np.bool_, count=len(request.keys))
@@ -232,6 +246,9 @@ class SharedMemoryLink:
         self._namespace: Namespace | None = None
         self._number = 0
         self._closed = threading.Event()
+        self._socket_path = socket_path
+        self._promoting = threading.Lock()
+        self._promotions: ShardCalls | None = None
         self._to_release: list[int] = []
         self.meter = LinkMeter()
         self.boot_id = self._shared.boot_id
@@ -259,10 +276,13 @@ class SharedMemoryLink:
             return np.array([self._read_one(keys, into, layers, deadline)])
         filled = np.zeros(len(keys), dtype=np.bool_)
         rows = np.arange(len(keys))
-        for _ in range(2):
-            good, lost = self._read(keys, rows, into, layers, deadline)
+        for _ in range(READS_MAX):
+            good, lost, cold = self._read(keys, rows, into, layers, deadline)
             filled[good] = True
             rows = lost
+            if len(cold):
+                self._promote(keys[cold], deadline)
+                rows = np.union1d(lost, cold)
             if not len(rows):
                 break
         good = int(np.count_nonzero(filled))
@@ -286,6 +306,12 @@ class SharedMemoryLink:
         namespace, deadline = self._opened(), Deadline(timeout_s)
         probe = self._session.index(deadline).probe(keys)
         there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
+        if len(there) < len(keys):
+            cold = np.flatnonzero(probe.on_disk(self._number, namespace.block_bytes))
+            if len(cold):
+                self._promote(keys[cold], deadline)
+                probe = self._session.index(deadline).probe(keys)
+                there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
         found = probe if len(there) == len(keys) else probe.take(there)
         return self._hold(len(keys), there, found, ttl_s, deadline)
 
@@ -309,17 +335,22 @@ class SharedMemoryLink:
     def close(self) -> None:
         self._closed.set()
         self._session.channel.close()
+        if self._promotions is not None:
+            self._promotions.channel.close()
 
     def _read(
         self, keys: Keys, rows: NDArray[np.int64], into: Blocks, layers: tuple[int, int], deadline: Deadline
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Copy what is there; rows that were filled, and rows that lost a race and may be tried again."""
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Copy what is there; rows that were filled, rows that lost a race, and rows whose blocks are on the SSD."""
         namespace = self._opened()
         index = self._session.index(deadline)
         probe = index.probe(keys[rows])
         there = np.flatnonzero(probe.readable(self._number, layers[1], namespace.block_bytes))
+        cold = there[:0]
+        if len(there) < len(rows):
+            cold = rows[probe.on_disk(self._number, namespace.block_bytes)]
         if not len(there):
-            return there, there
+            return there, there, cold
         offsets = probe.offsets[there]
         if ORDERED_LOADS:
             self._copy_out(into, rows[there], offsets, layers)
@@ -333,7 +364,16 @@ class SharedMemoryLink:
         good = there[standing]
         if self._checksums:
             good = good[self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)]
-        return rows[good], rows[there[~standing]]
+        return rows[good], rows[there[~standing]], cold
+
+    def _promote(self, keys: Keys, deadline: Deadline) -> None:
+        """Have blocks brought back from the SSD, and wait for it: over a session of its own, so that other calls
+        don't.
+        """
+        with self._promoting:
+            if self._promotions is None or not self._promotions.channel.usable:
+                self._promotions = ShardCalls(connect_local(self._socket_path, deadline))
+            self._promotions.promote(self._number, keys, deadline)
 
     def _hold(
         self, count: int, rows: NDArray[np.int64], found: Probe, ttl_s: float, deadline: Deadline
@@ -357,6 +397,9 @@ class SharedMemoryLink:
         size = (layers[1] - layers[0]) * namespace.layer_bytes
         for _ in range(2):
             entry = index.find(*keys.item(0))
+            if entry is not None and entry.on_disk:
+                self._promote(keys, deadline)
+                entry = index.find(*keys.item(0))
             if entry is None or not entry.readable(self._number, layers[1], namespace.block_bytes):
                 return False
             start = entry.offset + layers[0] * namespace.layer_bytes

@@ -54,6 +54,7 @@ class Op(IntEnum):
     FETCH = 17  # data port: keys in, answers and payload out
     WRITE = 18  # data port: payload of reserved blocks in, commits
     TOUCH = 19
+    PROMOTE = 20  # bring blocks from the SSD into the pool; answered when they are there, or in time
 
 
 class Status(IntEnum):

@@ -10,7 +10,7 @@ TOKENS = 16
 
 
 def namespace(layer_bytes: int = 4096) -> kvstore.Namespace:
-    """Blocks of four layers. At 4 KiB a layer, TCP copies and checks; at 64 KiB it takes a lease."""
+    """Blocks of four layers."""
     return kvstore.Namespace(
         model="chaos",
         revision="1",
@@ -20,6 +20,7 @@ def namespace(layer_bytes: int = 4096) -> kvstore.Namespace:
     )
 
 
+TINY = namespace(512)  # over TCP, a get of a few is a copy that is checked afterwards; of larger ones it takes a lease
 SMALL = namespace()
 LARGE = namespace(64 << 10)
 
@@ -39,7 +40,12 @@ def content(keys: kvstore.BlockKeys, space: kvstore.Namespace, author: int = 0) 
 def wrong(keys: kvstore.BlockKeys, got: kvstore.GetResult, space: kvstore.Namespace) -> int:
     """How many of the blocks that were got are not what belongs under their key."""
     expected = content(keys, space)
-    return sum(block is not None and not np.array_equal(block, expected[row]) for row, block in enumerate(got.blocks))
+    return sum(block is not None and not same(block, expected[row]) for row, block in enumerate(got.blocks))
+
+
+def same(block: NDArray[np.uint8] | None, expected: NDArray[np.uint8]) -> bool:
+    """Whether there is a block, and it has exactly these bytes."""
+    return block is not None and np.array_equal(block, expected)
 
 
 def put_all(client: kvstore.Client, keys: kvstore.BlockKeys) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstore.server.shard.allocator import SlotAllocator
+from kvstore.server.allocator import SlotAllocator
 
 CHUNK = 64 << 10
 SIZES = [1, 4096, 5000, 12_000, 20_000, 33_000, CHUNK - 1, CHUNK]

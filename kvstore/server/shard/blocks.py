@@ -12,13 +12,15 @@ U64 = NDArray[np.uint64]
 
 
 class Life(IntEnum):
-    """Where the slot of a handle stands. Only RESERVED and COMMITTED blocks are in the index."""
+    """Where the slot of a handle stands. Blocks are in the index while RESERVED, COMMITTED, ON_DISK or LOADING."""
 
     FREE = 0
     RESERVED = 1
     COMMITTED = 2
     QUARANTINED = 3  # out of the index, but a live session may still be writing into the slot
     CONDEMNED = 4  # out of the index, but readers still hold the slot
+    ON_DISK = 5  # committed, on the SSD only: no slot
+    LOADING = 6  # the same, with a slot that the disk worker is filling
 
 
 class BlockTable:
@@ -36,6 +38,8 @@ class BlockTable:
         self.pins: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.namespace: NDArray[np.uint16] = np.zeros(0, np.uint16)
         self.owner: NDArray[np.uint32] = np.zeros(0, np.uint32)  # session that reserved it
+        self.storing: NDArray[np.bool_] = np.zeros(0, np.bool_)  # a copy is being written to the SSD
+        self.durable: NDArray[np.bool_] = np.zeros(0, np.bool_)  # there is a copy on the SSD
 
     def __len__(self) -> int:
         return self._fresh
@@ -60,6 +64,8 @@ class BlockTable:
         self.life[handles] = Life.FREE
         self.pins[handles] = 0
         self.owner[handles] = 0
+        self.durable[handles] = False
+        self.storing[handles] = False
         self._free.extend(handles.tolist())
 
     def select(self, *lives: Life) -> I64:
@@ -71,6 +77,17 @@ class BlockTable:
         if handles <= known:
             return
         more = max(handles - known, known // 2, 1024)
-        for name in ("life", "offset", "generation", "size", "holds", "pins", "namespace", "owner"):
+        for name in (
+            "life",
+            "offset",
+            "generation",
+            "size",
+            "holds",
+            "pins",
+            "namespace",
+            "owner",
+            "storing",
+            "durable",
+        ):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))

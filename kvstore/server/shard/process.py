@@ -14,16 +14,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import BlockTooLarge, NamespaceMismatch, ProtocolError, UsageError
+from kvstore.core.errors import BlockTooLarge, NamespaceMismatch, ProtocolError, Unavailable, UsageError
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.server.eviction.lru import LruPolicy
 from kvstore.server.shard.shard import IndexSegment, NamespaceInfo, Session, Shard
+from kvstore.server.shard.tiering import Admission
+from kvstore.server.tiers.disk.client import DiskLink, start_disk_worker
 from kvstore.transport.memory import create_segment, map_segment, prefault, read_only
 from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Frame, FrameReader, Op, Status, encode
 from kvstore.wire.messages import (
@@ -41,7 +44,13 @@ _ATTACH = int(Op.ATTACH)
 SESSIONS_MAX = 4096
 BACKLOG_BYTES_MAX = 8 << 20  # unread replies; a client that lets more pile up is disconnected
 TICK_S = 0.1
+BOARD_SCAN_S = 1.0
+RESTART_PAUSE_S = 1.0
 READ_BYTES = 1 << 18
+
+
+Later: TypeAlias = Callable[[bytes], None]  # how a handler answers when it has not answered at once
+Handler: TypeAlias = Callable[[Session, bytes, float, Later], bytes | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,9 @@ class ShardConfig:
     socket_path: str
     pool_bytes: int
     chunk_bytes: int
+    disk_dir: str = ""  # of this shard's SSD tier
+    disk_bytes: int = 0  # its capacity; 0 = none
+    admission: str = Admission.SECOND.value
 
 
 class Pool:
@@ -63,7 +75,9 @@ class Pool:
         self.memory = map_segment(self.fd, writable=True)
         self.read_only_fd = read_only(self.fd)
         # One word per possible block. Only the pages of handles in use ever take memory.
-        self.touch_fd = create_segment(f"kvstore-touch-{config.shard}", config.pool_bytes // 4096 * 4)
+        self.touch_fd = create_segment(
+            f"kvstore-touch-{config.shard}", (config.pool_bytes + config.disk_bytes) // 4096 * 4
+        )
         self.touch_board: NDArray[np.uint32] = map_segment(self.touch_fd, writable=True).view(np.uint32)
         self.warm_bytes = 0
 
@@ -79,13 +93,14 @@ class Pool:
 class _Connection:
     """One client on the local socket."""
 
-    __slots__ = ("backlog", "reader", "session", "sock")
+    __slots__ = ("backlog", "open", "reader", "session", "sock")
 
     def __init__(self, sock: socket.socket, session: Session) -> None:
         self.sock = sock
         self.session = session
         self.reader = FrameReader()
         self.backlog = bytearray()
+        self.open = True
 
 
 class ShardServer:
@@ -99,7 +114,11 @@ class ShardServer:
             chunk_bytes=config.chunk_bytes,
             new_segment=IndexMemory().new_segment,
             policy=LruPolicy(self._pool.touch_board),
+            disk_bytes=config.disk_bytes,
         )
+        self._disk: DiskSide | None = None
+        if config.disk_bytes:
+            self._disk = DiskSide(config, self._pool, self._shard)
         self._handlers = self._answers()
         self._read_buffer = memoryview(bytearray(READ_BYTES))
         self._selector = selectors.DefaultSelector()
@@ -117,12 +136,17 @@ class ShardServer:
         self._selector.register(control, selectors.EVENT_READ)
         next_tick_s = 0.0
         while True:
+            if self._disk is not None:
+                self._disk.register(self._selector)
             for key, events in self._selector.select(TICK_S):
                 if key.fileobj == control:
                     if not os.read(control, 4096):
                         return
                 elif key.fileobj is self._listener:
                     self._accept()
+                elif key.data is None:
+                    assert self._disk is not None
+                    self._disk.serve()
                 else:
                     self._serve(key.data, events)
             now_s = time.monotonic()
@@ -130,14 +154,21 @@ class ShardServer:
                 next_tick_s = now_s + TICK_S
                 self._shard.expire(now_s)
                 self._shard.note_warm(self._pool.warm_bytes)
+                if self._disk is not None:
+                    self._disk.tick(now_s)
 
     def close(self) -> None:
         """Remove the socket file; the kernel takes the memory back with the process."""
+        if self._disk is not None:
+            self._disk.close()
         self._listener.close()
         Path(self._config.socket_path).unlink(missing_ok=True)
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # out of descriptors, or the client has left already: those who are here are served on
         if self._connections >= SESSIONS_MAX:
             text = f"this shard serves {SESSIONS_MAX} clients already, its limit".encode()
             sock.send(encode(Op.ATTACH, 0, text, status=Status.BUSY))
@@ -159,11 +190,13 @@ class ShardServer:
                     self._handle(connection, frame, body)
         except BlockingIOError:
             return
-        except (ConnectionError, ProtocolError):
-            # A client that left, or one that does not speak the protocol: the same end for its session.
+        except (OSError, ProtocolError):
+            # A client that left, that does not speak the protocol, or that there are no descriptors for: the same end
+            # for its session.
             self._disconnect(connection)
 
     def _disconnect(self, connection: _Connection) -> None:
+        connection.open = False
         self._selector.unregister(connection.sock)
         connection.sock.close()
         self._connections -= 1
@@ -177,7 +210,10 @@ class ShardServer:
             handler = self._handlers.get(frame.op)
             if handler is None:
                 raise ProtocolError(f"operation {frame.op} is not for the local socket")
-            answer, status = handler(connection.session, body, time.monotonic()), 0
+            later = partial(self._reply_later, connection, frame)
+            answer, status = handler(connection.session, body, time.monotonic(), later), 0
+            if answer is None:
+                return
         except BlockTooLarge as error:
             answer, status = str(error).encode(), Status.TOO_LARGE
         except NamespaceMismatch as error:
@@ -187,49 +223,70 @@ class ShardServer:
         if not frame.flags & NO_REPLY:
             self._send(connection, encode(frame.op, frame.request, answer, status=status))
 
-    def _answers(self) -> dict[int, Callable[[Session, bytes, float], bytes]]:
-        """What a client can ask, as one table."""
+    def _reply_later(self, connection: _Connection, frame: Frame, answer: bytes) -> None:
+        if not connection.open or frame.flags & NO_REPLY:
+            return
+        try:
+            self._send(connection, encode(frame.op, frame.request, answer))
+        except ConnectionError:
+            self._disconnect(connection)
+
+    def _answers(self) -> dict[int, Handler]:
+        """What a client can ask, as one table. A handler that answers None has been given the means to answer later."""
         shard = self._shard
 
-        def lease(session: Session, body: bytes, now_s: float) -> bytes:
+        def lease(session: Session, body: bytes, now_s: float, _: Later) -> bytes:
             request = RefRequest.decode(body)
             number, held = shard.lease(session, request.refs, request.ttl_ms, now_s)
             return number.to_bytes(8, "little") + held.tobytes()
 
-        def renew(session: Session, body: bytes, now_s: float) -> bytes:
+        def renew(session: Session, body: bytes, now_s: float, _: Later) -> bytes:
             request = LeaseRequest.decode(body)
             return shard.renew(session, request.leases, request.ttl_ms, now_s).tobytes()
 
-        def publish(session: Session, body: bytes, _: float) -> bytes:
+        def publish(session: Session, body: bytes, _: float, __: Later) -> bytes:
             request = RefRequest.decode(body)
             return shard.publish(session, request.refs, request.layers_ready).tobytes()
 
-        def report(_: Session, body: bytes, __: float) -> bytes:
+        def promote(_: Session, body: bytes, now_s: float, later: Later) -> None:
+            shard.promote(KeyRequest.decode(body), now_s, lambda: later(b""))
+
+        def delete(_: Session, body: bytes, __: float, later: Later) -> None:
+            request = KeyRequest.decode(body)
+            answers = shard.delete(request).tobytes()
+            shard.delete_on_disk(request.keys, lambda: later(answers))
+
+        def flush(_: Session, body: bytes, __: float, later: Later) -> None:
+            answer = shard.flush(body).to_bytes(8, "little")
+            shard.flush_on_disk(body, lambda: later(answer))
+
+        def report(_: Session, body: bytes, __: float, ___: Later) -> bytes:
             amounts = decode_rows(body, U64, len(REPORT_FIELDS)).tolist()
             shard.note_report(dict(zip(REPORT_FIELDS, amounts, strict=True)))
             return b""
 
         return {
-            int(Op.OPEN): lambda _, body, __: shard.open_namespace(_namespace_info(decode_json(body))).to_bytes(
+            int(Op.OPEN): lambda _, body, __, ___: shard.open_namespace(_namespace_info(decode_json(body))).to_bytes(
                 2, "little"
             ),
-            int(Op.LOOKUP): lambda _, body, __: shard.lookup(KeyRequest.decode(body)).tobytes(),
-            int(Op.RESERVE): lambda session, body, now_s: shard.reserve(
+            int(Op.LOOKUP): lambda _, body, __, ___: shard.lookup(KeyRequest.decode(body)).tobytes(),
+            int(Op.RESERVE): lambda session, body, now_s, _: shard.reserve(
                 session, KeyRequest.decode(body), now_s
             ).tobytes(),
             int(Op.PUBLISH): publish,
-            int(Op.COMMIT): lambda session, body, _: shard.commit(session, RefRequest.decode(body).refs).tobytes(),
-            int(Op.ABORT): lambda session, body, _: shard.abort(session, RefRequest.decode(body).refs).tobytes(),
+            int(Op.COMMIT): lambda session, body, _, __: shard.commit(session, RefRequest.decode(body).refs).tobytes(),
+            int(Op.ABORT): lambda session, body, _, __: shard.abort(session, RefRequest.decode(body).refs).tobytes(),
             int(Op.LEASE): lease,
             int(Op.RENEW): renew,
-            int(Op.RELEASE): lambda session, body, now_s: shard.release(
+            int(Op.RELEASE): lambda session, body, now_s, _: shard.release(
                 session, LeaseRequest.decode(body).leases, now_s
             ).tobytes(),
-            int(Op.DELETE): lambda _, body, __: shard.delete(KeyRequest.decode(body)).tobytes(),
-            int(Op.PIN): lambda _, body, __: shard.pin(KeyRequest.decode(body)).tobytes(),
-            int(Op.TOUCH): lambda _, body, __: shard.touch(KeyRequest.decode(body)).tobytes(),
-            int(Op.FLUSH): lambda _, body, __: shard.flush(body).to_bytes(8, "little"),
-            int(Op.STATS): lambda _, __, ___: encode_json(self._stats()),
+            int(Op.DELETE): delete,
+            int(Op.PIN): lambda _, body, __, ___: shard.pin(KeyRequest.decode(body)).tobytes(),
+            int(Op.TOUCH): lambda _, body, __, ___: shard.touch(KeyRequest.decode(body)).tobytes(),
+            int(Op.PROMOTE): promote,
+            int(Op.FLUSH): flush,
+            int(Op.STATS): lambda _, __, ___, ____: encode_json(self._stats()),
             int(Op.REPORT): report,
         }
 
@@ -287,7 +344,92 @@ class ShardServer:
             "gauges": {**shard.gauges(), "sessions": self._connections},
             "counters": asdict(shard.counters),
             "namespaces": shard.namespaces(),
+            **({} if self._disk is None else {"disk": self._disk.stats()}),
         }
+
+
+class DiskSide:
+    """The shard's disk worker as the loop sees it: started, watched, started again when it dies."""
+
+    def __init__(self, config: ShardConfig, pool: Pool, shard: Shard) -> None:
+        self._config = config
+        self._pool = pool
+        self._shard = shard
+        self._next_board_scan_s = 0.0
+        self._retry_at_s = 0.0
+        self._registered: tuple[DiskLink, int] | None = None
+        self._start()
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Watch the link, and for sending only while there is something to send."""
+        now = None if self._link is None else (self._link, self._link.events)
+        if now == self._registered:
+            return
+        if self._registered is not None and (now is None or now[0] is not self._registered[0]):
+            selector.unregister(self._registered[0])
+            self._registered = None
+        if now is not None:
+            change = selector.register if self._registered is None else selector.modify
+            change(now[0], now[1], None)
+        self._registered = now
+
+    def serve(self) -> None:
+        """Take what the worker has answered."""
+        if self._link is None or self._shard.tiering is None:
+            return
+        try:
+            for answer in self._link.drain():
+                self._shard.tiering.take(answer)
+        except (Unavailable, ProtocolError):
+            self._lost()
+
+    def tick(self, now_s: float) -> None:
+        """What is due by time."""
+        tiering = self._shard.tiering
+        if self._link is None:
+            if now_s >= self._retry_at_s:
+                self._start()
+        elif tiering is not None:
+            tiering.expire(now_s)
+            if now_s >= self._next_board_scan_s:
+                self._next_board_scan_s = now_s + BOARD_SCAN_S
+                tiering.scan_board()
+                self._link.submit_stats()
+
+    def stats(self) -> dict[str, Any]:
+        """For `/status`."""
+        tiering = self._shard.tiering
+        assert tiering is not None
+        return {
+            "up": self._link is not None,
+            "scan_complete": tiering.scan_complete,
+            "queued_bytes": 0 if self._link is None else self._link.store_bytes,
+            "counters": asdict(tiering.counters),
+            "worker": tiering.disk_stats,
+        }
+
+    def close(self) -> None:
+        """End the worker; what it has under way it finishes."""
+        if self._link is not None:
+            self._link.hang_up()
+        self._child.stop()
+
+    def _start(self) -> None:
+        config = self._config
+        self._child, self._link = start_disk_worker(
+            config.shard, Path(config.disk_dir), config.disk_bytes, self._pool.fd, config.boot_id
+        )
+        self._shard.use_disk(self._link, self._pool.touch_board, Admission(config.admission))
+
+    def _lost(self) -> None:
+        """The worker is gone. Only once its process has ended are the slots that it was filling ours again."""
+        self._child.stop(0.0)
+        assert self._link is not None
+        self._link.hang_up()
+        self._link = None
+        self._retry_at_s = time.monotonic() + RESTART_PAUSE_S
+        if self._shard.tiering is not None:
+            self._shard.tiering.worker_died()
 
 
 def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
@@ -298,7 +440,7 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
             layer_bytes=int(description["layer_bytes"]),
             label=str(description.get("label", ""))[:200],
         )
-    except (KeyError, TypeError, ValueError) as cause:
+    except (KeyError, TypeError, ValueError, OverflowError) as cause:  # JSON knows infinity
         raise UsageError("a namespace is announced as digest (hex), layers, layer_bytes, label") from cause
     if len(info.digest) != 16 or not 1 <= info.layers <= 4096 or info.layer_bytes < 1:
         raise UsageError("a namespace has a digest of 16 bytes, 1 to 4096 layers and at least one byte per layer")

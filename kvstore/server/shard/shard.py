@@ -23,11 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import BlockTooLarge, IndexFull, NamespaceMismatch, UsageError
-from kvstore.core.states import BlockState, PutStatus
+from kvstore.core.keys import KEY_DTYPE
+from kvstore.core.states import BlockState, PutStatus, Tier
 from kvstore.index import IndexReader, IndexWriter, Probe, buckets_for, index_bytes
+from kvstore.index.layout import POOL_UNIT_BYTES
+from kvstore.server.allocator import SlotAllocator
 from kvstore.server.eviction.base import EvictionPolicy
-from kvstore.server.shard.allocator import SlotAllocator
 from kvstore.server.shard.blocks import BlockTable, Life
+from kvstore.server.shard.tiering import Admission, Disk, Tiering
 from kvstore.transport.trailer import slot_payload_bytes
 from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
 
@@ -39,6 +42,8 @@ Rows = NDArray[np.void]
 INDEX_LOAD_MAX = 0.85
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
+DISK_OWNER = 0xFFFFFFFF  # of slots that the disk worker is filling for a block that was deleted
+_WITH_SLOT = (Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED, Life.LOADING)
 _RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
 
 
@@ -117,6 +122,7 @@ class Shard:
         new_segment: makes zeroed shared memory for an index of that many bytes.
         policy: eviction order of committed blocks.
         index_entries: entries that the first index is sized for; it grows by itself.
+        disk_bytes: capacity of the SSD tier that `use_disk` will bring; 0 = none.
     """
 
     def __init__(
@@ -127,9 +133,11 @@ class Shard:
         new_segment: Callable[[int], IndexSegment],
         policy: EvictionPolicy,
         index_entries: int = 1 << 16,
+        disk_bytes: int = 0,
     ) -> None:
         self.allocator = SlotAllocator(pool_bytes, chunk_bytes)
-        self.blocks = BlockTable(pool_bytes // 4096)
+        self.blocks = BlockTable((pool_bytes + disk_bytes) // POOL_UNIT_BYTES)
+        self.tiering: Tiering | None = None
         self.counters = Counters()
         self.policy = policy
         self._new_segment = new_segment
@@ -143,6 +151,10 @@ class Shard:
         self._lease_expiries: list[tuple[float, int]] = []
         self._reservation_expiries: list[tuple[float, int, I64, NDArray[np.uint64]]] = []
         self._reservation_number = 0
+
+    def use_disk(self, disk: Disk, touch_board: NDArray[np.uint32], admission: Admission) -> None:
+        """Begin with a disk worker, the first one or the successor of one that died."""
+        self.tiering = Tiering(self, self.blocks, disk, touch_board, admission)
 
     # --- sessions and namespaces -------------------------------------------------------------------------------------
 
@@ -266,7 +278,22 @@ class Shard:
         found = self._reader.probe(request.keys)
         committed = found.states == BlockState.COMMITTED
         self._use(found.handles[committed])
+        if self.tiering is not None:
+            self.tiering.promote(found.handles[committed])
         return committed.astype(np.uint8)
+
+    def promote(self, request: KeyRequest, now_s: float, done: Callable[[], None]) -> None:
+        """Bring blocks from the SSD into the pool; `done` is called when they are there or can't be, or after
+        `ttl_ms`.
+        """
+        info_number = request.namespace
+        self._check_namespace(info_number)
+        found = self._reader.probe(request.keys)
+        if self.tiering is None:
+            done()
+            return
+        committed = found.states == BlockState.COMMITTED
+        self.tiering.promote(found.handles[committed], now_s + _ttl_s(request.ttl_ms), done)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -370,6 +397,8 @@ class Shard:
         self.blocks.life[done] = Life.COMMITTED
         self.blocks.owner[done] = 0
         self.policy.admit(done)
+        if self.tiering is not None:
+            self.tiering.committed(done)
         self.counters.committed_blocks += len(done)
         self.counters.committed_bytes += int(self.blocks.size[done].sum())
         self._end_quarantine(session, refs)
@@ -386,7 +415,10 @@ class Shard:
         return mine.astype(np.uint8)
 
     def delete(self, request: KeyRequest) -> U8:
-        """Remove blocks, pinned ones too: 1 = it was here. Shape (n,). No later lookup finds them."""
+        """Remove blocks, pinned ones too: 1 = it was here. Shape (n,). No later lookup finds them.
+
+        With an SSD tier, `delete_on_disk` has to follow before the client may be told.
+        """
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
         present = found.positions >= 0
@@ -394,6 +426,16 @@ class Shard:
         self.counters.deleted_blocks += len(handles)
         self._retire(handles)
         return present.astype(np.uint8)
+
+    def delete_on_disk(self, keys: Rows, done: Callable[[], None]) -> None:
+        """Make sure that these keys don't come back from the SSD; `done` is called once that is durable.
+
+        All of them, in the index or not: the scan of a restart may not have come to them yet.
+        """
+        if self.tiering is None or not len(keys):
+            done()
+        else:
+            self.tiering.remove(self._generation, keys, done)
 
     def pin(self, request: KeyRequest) -> U8:
         """Pins are counted: flag 1 adds one, 0 takes one off. 1 = it is here. Shape (n,). Pinned blocks are not
@@ -413,16 +455,20 @@ class Shard:
         return committed.astype(np.uint8)
 
     def flush(self, digest: bytes) -> int:
-        """Remove every block of a namespace (empty digest: of all); how many."""
-        handles = self.blocks.select(Life.RESERVED, Life.COMMITTED)
+        """Remove every block of a namespace (empty digest: of all); how many. With an SSD tier, `flush_on_disk` follows."""
+        handles = self.blocks.select(Life.RESERVED, Life.COMMITTED, Life.ON_DISK, Life.LOADING)
         if digest:
-            number = self._namespace_ids.get(digest)
-            if number is None:
-                return 0
-            handles = handles[self.blocks.namespace[handles] == number]
+            handles = handles[self.blocks.namespace[handles] == self._namespace_ids.get(digest, NAMESPACES_MAX)]
         self.counters.deleted_blocks += len(handles)
         self._retire(handles)
         return len(handles)
+
+    def flush_on_disk(self, digest: bytes, done: Callable[[], None]) -> None:
+        """The same for the SSD; `done` is called once it is durable."""
+        if self.tiering is None:
+            done()
+        else:
+            self.tiering.flush(self._generation, digest, done)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -440,6 +486,92 @@ class Shard:
             still = (blocks.life[handles] == Life.RESERVED) & (blocks.generation[handles] == generations)
             self.counters.expired_reservations += int(np.count_nonzero(still))
             self._retire(handles[still])
+
+    # --- the SSD tier's side (`tiering.ShardSide`) -------------------------------------------------------------------
+
+    def slots_for(self, handles: I64) -> I64:
+        """Slots for some of these blocks, the first ones, evicting others: offsets, shape (at most n,)."""
+        sizes = self.blocks.size[handles]
+        count = int(
+            np.argmin(np.append(sizes == sizes[0], False))
+        )  # of one size at a time; the rest is asked for again
+        info = self._namespaces[int(self.blocks.namespace[handles[0]])]
+        return self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), count)
+
+    def free_slots(self, offsets: I64) -> None:
+        """Give slots back."""
+        self.allocator.free(offsets)
+
+    def next_generations(self, count: int) -> NDArray[np.uint64]:
+        """Generations that nothing else has."""
+        first, self._generation = self._generation, self._generation + count
+        return np.arange(first, self._generation, dtype=np.uint64)
+
+    def keys_of(self, handles: I64) -> Rows:
+        """Keys of blocks that are in the index."""
+        return np.ascontiguousarray(self._index.read(handles)[:, :3]).view(KEY_DTYPE).reshape(-1)
+
+    def arrived(self, handles: I64, generations: NDArray[np.uint64], offsets: I64) -> None:
+        """These blocks are in DRAM again."""
+        blocks = self.blocks
+        blocks.life[handles] = Life.COMMITTED
+        blocks.generation[handles] = generations
+        blocks.offset[handles] = offsets
+        blocks.holds[handles] = 0
+        self._index.relocate(handles, generations, offsets, Tier.DRAM)
+        self.policy.admit(handles)
+
+    def forget(self, handles: I64) -> None:
+        """These blocks are nowhere any more."""
+        if len(handles):
+            in_index = handles[self.blocks.life[handles] == Life.ON_DISK]
+            self._index.remove(in_index)
+            self.blocks.give_back(handles)
+
+    def hold(self, handles: I64) -> None:
+        """Their slots must not change."""
+        self.blocks.holds[handles] += 1
+
+    def unhold(self, handles: I64) -> None:
+        """They may again."""
+        self._release_holds(handles)
+
+    def find(self, keys: Rows) -> I64:
+        """Handle of each key; -1 where it is not in the index."""
+        found = self._reader.probe(keys)
+        return np.where(found.positions >= 0, found.handles, -1)
+
+    def add_on_disk(self, digest: bytes, layers: int, layer_bytes: int, keys: Rows) -> I64:
+        """Take in blocks that the SSD has and the index does not; their handles."""
+        info = NamespaceInfo(digest, layers, layer_bytes, f"found on disk: {digest.hex()}")
+        try:
+            number = self.open_namespace(info)
+        except UsageError:  # of other geometry, or too large for this pool: it can't be served
+            return np.zeros(0, dtype=np.int64)
+        count = min(len(keys), self.blocks.available)
+        handles = self.blocks.take(count)
+        generations = self.next_generations(count)
+        nowhere = np.zeros(count, dtype=np.int64)
+        sizes = np.full(count, info.block_bytes, dtype=np.int64)
+        self._make_index_room(count)
+        try:
+            self._index.insert(keys[:count], generations, nowhere, sizes, handles, number, layers, tier=Tier.DISK)
+        except IndexFull:
+            self.blocks.give_back(handles)
+            return np.zeros(0, dtype=np.int64)
+        blocks = self.blocks
+        blocks.life[handles] = Life.ON_DISK
+        blocks.durable[handles] = True
+        blocks.generation[handles] = generations
+        blocks.size[handles] = info.block_bytes
+        blocks.holds[handles] = 0
+        blocks.namespace[handles] = number
+        return handles
+
+    def geometry(self, namespace: int) -> tuple[bytes, int, int]:
+        """Digest, layers and bytes per layer of a namespace."""
+        info = self._namespaces[namespace]
+        return info.digest, info.layers, info.layer_bytes
 
     def note_report(self, amounts: dict[str, int]) -> None:
         """Add what a client did without asking: reads through shared memory never pass here."""
@@ -463,9 +595,9 @@ class Shard:
         ones as committed.
         """
         blocks = self.blocks
-        given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
+        given_out = blocks.select(*_WITH_SLOT)
         slot_bytes = self.allocator.slot_bytes_of(blocks.offset[given_out])
-        writing = np.isin(blocks.life[given_out], (Life.RESERVED, Life.QUARANTINED))
+        writing = np.isin(blocks.life[given_out], (Life.RESERVED, Life.QUARANTINED, Life.LOADING))
         return {
             "free": self.allocator.free_bytes,
             "reserved": int(slot_bytes[writing].sum()),
@@ -497,6 +629,9 @@ class Shard:
             "reserved_blocks_now": len(blocks.select(Life.RESERVED)),
             "quarantined_blocks": len(blocks.select(Life.QUARANTINED)),
             "condemned_blocks": len(blocks.select(Life.CONDEMNED)),
+            "disk_blocks": len(blocks.select(Life.ON_DISK)),
+            "loading_blocks": len(blocks.select(Life.LOADING)),
+            "durable_blocks": int(np.count_nonzero(blocks.durable[:used])),
             "held_blocks": int(np.count_nonzero(blocks.holds[:used])),
             "pinned_blocks": int(np.count_nonzero(blocks.pins[:used])),
             "leases_now": len(self._leases),
@@ -517,6 +652,8 @@ class Shard:
         generation = self.blocks.generation
         handles = refs["handle"].astype(np.int64)
         try:
+            if len(handles) and handles.min() < 0:  # an index from the end would be a second name of another handle
+                raise IndexError
             return handles, generation[handles] == refs["generation"]
         except IndexError:  # a handle that was never given out
             known = (handles >= 0) & (handles < len(generation))
@@ -544,7 +681,11 @@ class Shard:
         """Count committed blocks, in prefix order and perhaps named twice, as used now."""
         if len(handles):
             _, first = np.unique(handles, return_index=True)
-            self.policy.touch(handles[np.sort(first)])
+            used = handles[np.sort(first)]
+            used = used[self.blocks.life[used] == Life.COMMITTED]
+            self.policy.touch(used)
+            if self.tiering is not None:
+                self.tiering.used_again(used)
 
     def _retire(self, handles: I64) -> None:
         """Take blocks out of the index, and their slots back as soon as nobody can touch them."""
@@ -553,6 +694,14 @@ class Shard:
         blocks = self.blocks
         self._index.remove(handles)
         blocks.pins[handles] = 0
+        blocks.durable[handles] = False
+        life = blocks.life[handles]
+        blocks.give_back(handles[life == Life.ON_DISK])
+        # The slot is the disk worker's until it has answered; `tiering` gives it and the handle back then.
+        loading = handles[life == Life.LOADING]
+        blocks.life[loading] = Life.QUARANTINED
+        blocks.owner[loading] = DISK_OWNER
+        handles = handles[(life != Life.ON_DISK) & (life != Life.LOADING)]
         committed = handles[blocks.life[handles] == Life.COMMITTED]
         self.policy.remove(committed)
         writing = (blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] != 0)
@@ -571,9 +720,12 @@ class Shard:
     def _end_lease(self, number: int) -> None:
         lease = self._leases.pop(number)
         lease.session.leases.discard(number)
+        self._release_holds(lease.handles)
+
+    def _release_holds(self, held: I64) -> None:
         blocks = self.blocks
-        np.subtract.at(blocks.holds, lease.handles, 1)
-        condemned = lease.handles[blocks.life[lease.handles] == _CONDEMNED]
+        np.subtract.at(blocks.holds, held, 1)
+        condemned = held[blocks.life[held] == _CONDEMNED]
         if len(condemned):
             handles = np.unique(condemned)
             self._let_go(handles[blocks.holds[handles] == 0])
@@ -614,7 +766,7 @@ class Shard:
     def _stuck_chunks(self) -> Mask:
         """Which chunks can't be emptied, because one of their blocks is pinned, held or being written."""
         blocks = self.blocks
-        given_out = blocks.select(Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED)
+        given_out = blocks.select(*_WITH_SLOT)
         loose = (
             (blocks.life[given_out] == Life.COMMITTED) & (blocks.holds[given_out] == 0) & (blocks.pins[given_out] == 0)
         )
@@ -630,8 +782,21 @@ class Shard:
         return committed[self.allocator.chunk_of(blocks.offset[committed]) == chunk]
 
     def _drop(self, handles: I64) -> None:
+        """Blocks leave DRAM: those that the SSD has stay in the index, the others are gone."""
+        blocks = self.blocks
         self.counters.evicted_blocks += len(handles)
-        self.counters.evicted_bytes += int(self.blocks.size[handles].sum())
+        self.counters.evicted_bytes += int(blocks.size[handles].sum())
+        durable = blocks.durable[handles]
+        if durable.any() and self.tiering is not None:
+            demoted = handles[durable]
+            self.tiering.counters.demoted_blocks += len(demoted)
+            self.policy.remove(demoted)
+            generations = self.next_generations(len(demoted))
+            self._index.relocate(demoted, generations, np.zeros(len(demoted), dtype=np.int64), Tier.DISK)
+            blocks.generation[demoted] = generations
+            blocks.life[demoted] = Life.ON_DISK
+            self.allocator.free(blocks.offset[demoted])
+            handles = handles[~durable]
         self._retire(handles)
 
     def _use_index(self, entries: int) -> None:

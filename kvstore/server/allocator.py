@@ -1,4 +1,4 @@
-"""Slots of the DRAM pool by size class, without fragmentation death.
+"""Slots of a pool, of memory or of slab files, by size class, without fragmentation death.
 
 The pool is cut into chunks. A chunk serves one slot size at a time; when its last slot is freed it can serve any other.
 So a change of block size costs the eviction of whole chunks, never a pool full of holes that fit nobody.
@@ -36,6 +36,7 @@ class SlotAllocator:
         self._slot_bytes: I64 = np.zeros(chunks, dtype=np.int64)  # of each chunk; 0 = unassigned
         self._used: I64 = np.zeros(chunks, dtype=np.int64)  # slots given out, of each chunk
         self._spare = list(range(chunks - 1, -1, -1))  # unassigned chunks, the lowest last: taken first
+        self._withheld: set[int] = set()
         self._free: dict[int, _Stack] = {}
         self._tails_bytes = 0
 
@@ -82,6 +83,42 @@ class SlotAllocator:
         for size in np.unique(sizes).tolist():
             self._free[size].push(offsets[sizes == size])
 
+    def available(self, slot_bytes: int) -> int:
+        """Slots of this size that are free, or would be cut from spare chunks."""
+        free = self._free.get(slot_bytes)
+        return (len(free) if free else 0) + len(self._spare) * (self.chunk_bytes // slot_bytes)
+
+    def withhold(self, chunks: I64) -> None:
+        """Give nothing out of these spare chunks until `restore` says what is in them."""
+        withheld = set(chunks.tolist())
+        self._spare = [chunk for chunk in self._spare if chunk not in withheld]
+        self._withheld |= withheld
+
+    def is_withheld(self, offsets: I64) -> NDArray[np.bool_]:
+        """Which offsets lie in a withheld chunk."""
+        return np.isin(self.chunk_of(offsets), list(self._withheld))
+
+    def restore(self, chunk: int, slot_bytes: int, used: I64) -> None:
+        """A withheld chunk serves `slot_bytes`, and these distinct offsets in it are given out; none: it is spare."""
+        self._withheld.remove(chunk)
+        if not len(used):
+            self._spare.append(chunk)
+            return
+        self._slot_bytes[chunk] = slot_bytes
+        self._used[chunk] = len(used)
+        slots = self.chunk_bytes // slot_bytes
+        self._tails_bytes += self.chunk_bytes - slots * slot_bytes
+        offsets = chunk * self.chunk_bytes + np.arange(slots - 1, -1, -1, dtype=np.int64) * slot_bytes
+        self._free.setdefault(slot_bytes, _Stack()).push(offsets[~np.isin(offsets, used)])
+
+    def drop_empty_chunks(self) -> None:
+        """Chunks without a used slot serve no size any more."""
+        self._reclaim_empty_chunks(_UNASSIGNED)
+
+    def assigned_chunks(self) -> I64:
+        """Chunks that serve a size now."""
+        return np.flatnonzero(self._slot_bytes)
+
     def _assign_chunk(self, slot_bytes: int, stack: _Stack) -> bool:
         if not self._spare:
             self._reclaim_empty_chunks(slot_bytes)
@@ -96,7 +133,7 @@ class SlotAllocator:
         return True
 
     def _reclaim_empty_chunks(self, wanted: int) -> None:
-        """Take chunks without a used slot away from the other sizes. Only reached when no spare chunk is left."""
+        """Take chunks without a used slot away from the other sizes."""
         empty = np.flatnonzero((self._used == 0) & (self._slot_bytes != wanted) & (self._slot_bytes != _UNASSIGNED))
         for chunk in empty[::-1].tolist():
             size = int(self._slot_bytes[chunk])

@@ -1,0 +1,1 @@
+"""Tiers below DRAM."""

@@ -1,0 +1,107 @@
+"""One example of every message, by name. tests/wire/golden.json keeps their bytes; see test_golden.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvstore.core.keys import KEY_DTYPE
+from kvstore.wire._pb import control_pb2 as pb
+from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Op, Status, encode
+from kvstore.wire.messages import (
+    FETCH_ROW,
+    LOOKUP_ROW,
+    REF,
+    REPORT_FIELDS,
+    RESERVE_ROW,
+    U64,
+    KeyRequest,
+    LeaseRequest,
+    RefRequest,
+    encode_json,
+)
+
+KEYS = np.array([(0x0102030405060708, 0x1112131415161718, 0x2122232425262728), (1, 2, 3)], dtype=KEY_DTYPE)
+REFS = np.array([(7, 0x3132333435363738), (8, 9)], dtype=REF)
+LEASES = np.array([5, 6], dtype=np.uint64)
+
+
+def rows(dtype: np.dtype[Any], **columns: list[int]) -> bytes:
+    """Two rows of an answer."""
+    array = np.zeros(2, dtype=dtype)
+    for name, values in columns.items():
+        array[name] = values
+    return array.tobytes()
+
+
+def frames() -> dict[str, bytes]:
+    """Frames of the data protocol: each operation's request, and its answer where that has bytes of its own."""
+    keys = KeyRequest(namespace=3, keys=KEYS)
+    opened = {"digest": "00" * 16, "layers": 2, "layer_bytes": 512, "label": "model@rev"}
+    amounts = np.arange(len(REPORT_FIELDS), dtype=U64).tobytes()
+    reserve = KeyRequest(namespace=3, keys=KEYS, ttl_ms=30_000, size_bytes=1024)
+    answers = {
+        "LOOKUP answer": encode(
+            Op.LOOKUP, 4, rows(LOOKUP_ROW, state=[2, 1], layers_ready=[2, 1], size=[1024, 1024]), status=Status.OK
+        ),
+        "RESERVE answer": encode(
+            Op.RESERVE, 5, rows(RESERVE_ROW, status=[0, 1], handle=[7, 0], generation=[9, 0], offset=[4096, 0])
+        ),
+        "FETCH answer": encode(
+            Op.FETCH, 17, rows(FETCH_ROW, found=[1, 0], bytes=[512, 0]) + np.array([77], dtype=U64).tobytes(), 512
+        ),
+        "refusal": encode(Op.RESERVE, 5, b"why", status=Status.NAMESPACE_MISMATCH),
+    }
+    requests = {
+        Op.HELLO: encode_json({"version": PROTOCOL_VERSION, "token": "ab", "shard": 1}),
+        Op.ATTACH: encode_json({"version": PROTOCOL_VERSION}),
+        Op.OPEN: encode_json(opened),
+        Op.LOOKUP: keys.encode(),
+        Op.RESERVE: reserve.encode(),
+        Op.PUBLISH: RefRequest(REFS, layers_ready=1).encode(),
+        Op.COMMIT: RefRequest(REFS).encode(),
+        Op.ABORT: RefRequest(REFS).encode(),
+        Op.LEASE: RefRequest(REFS, ttl_ms=10_000).encode(),
+        Op.RENEW: LeaseRequest(LEASES, ttl_ms=10_000).encode(),
+        Op.DELETE: keys.encode(),
+        Op.PIN: KeyRequest(namespace=3, keys=KEYS, flag=1).encode(),
+        Op.FLUSH: b"\x01" * 16,
+        Op.STATS: b"",
+        Op.REPORT: amounts,
+        Op.FETCH: KeyRequest(namespace=3, keys=KEYS, layers=(0, 2)).encode(),
+        Op.TOUCH: keys.encode(),
+    }
+    named = {op.name: encode(op, op, body) for op, body in requests.items()}
+    named["RELEASE"] = encode(Op.RELEASE, Op.RELEASE, LeaseRequest(LEASES).encode(), flags=NO_REPLY)
+    named["WRITE"] = encode(Op.WRITE, Op.WRITE, RefRequest(REFS, namespace=3).encode(), payload_bytes=2 * (1024 + 16))
+    return named | answers
+
+
+def controls() -> dict[str, bytes]:
+    """Messages of the control plane."""
+    shard = pb.Shard(number=1, boot_id="bb", socket_path="/run/s", pool_bytes=1 << 30, block_bytes_max=1 << 26)
+    messages = [
+        pb.HelloRequest(protocol_version=1, client="me"),
+        pb.HelloReply(
+            protocol_version=1,
+            server_version="0.1.0",
+            node_id="n",
+            boot_id="b",
+            epoch=3,
+            key_algorithm="xxh3-128",
+            key_seed=1 << 60,
+            token="t",
+            data_host="h",
+            data_port=7401,
+            shards=[shard],
+        ),
+        pb.StatsRequest(),
+        pb.StatsReply(json="{}"),
+        pb.KeysRequest(keys=KEYS.tobytes()),
+        pb.QueryReply(blocks=[pb.BlockInfo(shard=-1), pb.BlockInfo(shard=1, state=2, layers_ready=2, size_bytes=1024)]),
+        pb.PinRequest(keys=KEYS.tobytes(), on=True),
+        pb.FlushRequest(namespace_digest=b"\x01" * 16, all=False),
+        pb.CountReply(blocks=7),
+    ]
+    return {type(message).__name__: message.SerializeToString(deterministic=True) for message in messages}
