@@ -89,7 +89,7 @@ _DISK_DESCRIPTION = """\
 How fast blocks reach the SSD tier and come back.
 
 A server with a small DRAM tier and an SSD tier is started in a new folder inside --dir, which is removed
-at the end; up to 2GiB of disk are used. Each operation is timed in alternation with direct file I/O of
+at the end; about 1.5GiB of disk are used. Each operation is timed in alternation with direct file I/O of
 the same shape in the same folder: as many blocks of the same size, one read or write each, by several
 threads, into a preallocated file, synced after the writes. Times and percentiles are per call, of one batch.
 
@@ -188,7 +188,13 @@ def _run_index(options: argparse.Namespace) -> int:
 
 def _run_disk(options: argparse.Namespace) -> int:
     json_path, plot_path = _outputs(options)
-    plan = disk.DiskPlan(sizes=options.sizes, seconds=options.seconds, seed=options.seed, folder=options.dir)
+    plan = disk.DiskPlan(
+        sizes=options.sizes,
+        footprint_bytes=options.footprint,
+        seconds=options.seconds,
+        seed=options.seed,
+        folder=options.dir,
+    )
     with progress(len(plan.sizes) * len(disk.DiskOp)) as shown:
         rows = disk.run_disk(plan, note=shown.note, step=shown.step)
     report.print_disk(rows)
@@ -368,6 +374,14 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
         default=Path(tempfile.gettempdir()),
         metavar="DIR",
         help="folder on the disk to measure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--footprint",
+        type=_size,
+        default=disk.DEFAULT_FOOTPRINT_BYTES,
+        metavar="SIZE",
+        help="bytes of blocks that each operation walks through; the DRAM tier has half of it, and three times as much "
+        f"disk is used (default: {format_size(disk.DEFAULT_FOOTPRINT_BYTES)})",
     )
     _add_seconds(parser, disk.DEFAULT_SECONDS)
     _add_common(parser)

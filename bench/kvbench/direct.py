@@ -32,8 +32,8 @@ class DirectFile:
 
     Args:
         path: removed when it is closed.
-        memory: page-aligned, prefaulted uint8 of shape (blocks, block_bytes); what is written comes from it, and what is
-            read goes there.
+        memory: page-aligned, prefaulted uint8 of shape (blocks, block_bytes); what is written comes from it, and what
+            is read goes there.
 
     Raises:
         UsageError: the file can't be made, or the disk is full.
@@ -95,7 +95,9 @@ class DirectFile:
                 raise BenchError(f"{self._path}: a write was cut short")
         os.fdatasync(self._fd)
 
-    def _start(self, threads: ThreadPoolExecutor, action: Callable[[int], None], rows: Iterable[int]) -> list[Future[None]]:
+    def _start(
+        self, threads: ThreadPoolExecutor, action: Callable[[int], None], rows: Iterable[int]
+    ) -> list[Future[None]]:
         return [threads.submit(action, row) for row in rows]
 
     def _end_write(self, writing: list[Future[None]]) -> None:

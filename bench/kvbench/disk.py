@@ -31,19 +31,19 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from kvstore.testing.cluster import ServerProcess
 from numpy.typing import NDArray
 
 from kvbench.direct import DirectFile
 from kvbench.errors import BenchError
 from kvbench.limits import MemcpyLimit
 from kvbench.memory import arena, require_available
-from kvbench.plan import KIB, MIB, PAGE_BYTES, Group, Transport, layers_of
+from kvbench.plan import MIB, PAGE_BYTES, Group, Transport, layers_of
 from kvbench.sampling import Samples, Timed, alternate
 from kvbench.session import Scene, SessionSetup
 from kvstore.core.errors import UsageError
 from kvstore.core.sizes import format_size
 from kvstore.core.states import PutStatus
+from kvstore.testing.cluster import ServerProcess
 from kvstore.wire.control import ControlClient
 
 U8 = NDArray[np.uint8]
@@ -52,14 +52,12 @@ Note = Callable[[str], None]
 
 DEFAULT_SIZES: Final = (1 * MIB, 4 * MIB)
 DEFAULT_SECONDS: Final = 2.0
-RING_BYTES: Final = 512 * MIB
-DRAM_BYTES: Final = 256 * MIB
-DISK_BYTES: Final = 1024 * MIB
-BATCH_BYTES: Final = 64 * MIB  # of one call
-WRITE_BYTES: Final = 128 * MIB  # of one turn of write: calls back to back, then one wait for all of them
+DEFAULT_FOOTPRINT_BYTES: Final = 512 * MIB
+_FOOTPRINT_BYTES_MIN: Final = 32 * MIB
+_FOOTPRINT_BYTES_MAX: Final = 64 << 30
 _BATCH_MAX: Final = 64
-_BLOCK_BYTES_MIN: Final = 64 * KIB
-_BLOCK_BYTES_MAX: Final = 16 * MIB
+_RING_BLOCKS_MIN: Final = 32
+_RING_BLOCKS_MAX: Final = 8192
 _LAYERS: Final = 32
 _WARM_BATCHES: Final = 2  # as many as the turns that don't count: these bring them into DRAM
 _COLD_SHARE_MIN: Final = 0.99
@@ -85,6 +83,7 @@ class DiskPlan:
 
     Args:
         sizes: block sizes, four rows each.
+        footprint_bytes: of the ring; all else follows from it. DRAM tier: half of it; SSD tier: twice as much.
         seconds: wall-clock time per row, its limit and its checks included.
         seed: block content and keys follow from it.
         folder: where the server's data and the direct file go, in a folder that is removed afterwards.
@@ -94,17 +93,37 @@ class DiskPlan:
     """
 
     sizes: tuple[int, ...] = DEFAULT_SIZES
+    footprint_bytes: int = DEFAULT_FOOTPRINT_BYTES
     seconds: float = DEFAULT_SECONDS
     seed: int = 0
     folder: Path
 
     def __post_init__(self) -> None:
+        footprint = self.footprint_bytes
+        if not _FOOTPRINT_BYTES_MIN <= footprint <= _FOOTPRINT_BYTES_MAX or footprint % _FOOTPRINT_BYTES_MIN:
+            least = format_size(_FOOTPRINT_BYTES_MIN)
+            raise UsageError(
+                f"--footprint: {format_size(footprint)} is out of range; allowed: multiples of {least} from {least} to "
+                f"{format_size(_FOOTPRINT_BYTES_MAX)}"
+            )
+        low = max(PAGE_BYTES, footprint // _RING_BLOCKS_MAX)
+        high = footprint // _RING_BLOCKS_MIN
         for size in self.sizes:
-            if not _BLOCK_BYTES_MIN <= size <= _BLOCK_BYTES_MAX or size % PAGE_BYTES:
+            if not low <= size <= high or size % PAGE_BYTES:
                 raise UsageError(
-                    f"--sizes: {format_size(size)} is no size for the SSD; allowed: multiples of 4KiB from "
-                    f"{format_size(_BLOCK_BYTES_MIN)} to {format_size(_BLOCK_BYTES_MAX)}"
+                    f"--sizes: {format_size(size)} is no block size for a footprint of {format_size(footprint)}; allowed: "
+                    f"multiples of 4KiB from {format_size(low)} to {format_size(high)}"
                 )
+
+    @property
+    def dram_bytes(self) -> int:
+        """DRAM tier of the server: half of the ring has always been dropped from it."""
+        return self.footprint_bytes // 2
+
+    @property
+    def disk_bytes(self) -> int:
+        """SSD tier of the server: nothing is ever evicted from it."""
+        return self.footprint_bytes * 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +152,8 @@ class Ring:
 
     block_bytes: int
     batch: int  # blocks per call
-    calls: int  # per turn of write
-
-    @property
-    def blocks(self) -> int:
-        """Places: whole turns of write."""
-        turn = self.batch * self.calls
-        return RING_BYTES // self.block_bytes // turn * turn
+    calls: int  # per turn of write: back to back, then one wait for all of them
+    blocks: int  # whole turns of write
 
     def batch_at(self, turn: int) -> slice:
         """Places of one call."""
@@ -155,10 +169,12 @@ class Ring:
         return self.batch_at(turn + self.blocks // self.batch // 2)
 
 
-def ring_of(block_bytes: int) -> Ring:
-    """64 blocks per call, fewer where that would be more than 64 MiB; 128 MiB per turn of write."""
-    batch = max(1, min(_BATCH_MAX, BATCH_BYTES // block_bytes))
-    return Ring(block_bytes, batch, max(1, WRITE_BYTES // (batch * block_bytes)))
+def ring_of(block_bytes: int, footprint_bytes: int) -> Ring:
+    """64 blocks per call, fewer where that would be over an eighth of the ring; a quarter of it per turn of write."""
+    batch = max(1, min(_BATCH_MAX, footprint_bytes // 8 // block_bytes))
+    calls = max(1, footprint_bytes // 4 // (batch * block_bytes))
+    turn = batch * calls
+    return Ring(block_bytes, batch, calls, footprint_bytes // block_bytes // turn * turn)
 
 
 def run_disk(plan: DiskPlan, *, note: Note, step: Note) -> list[DiskRow]:
@@ -168,13 +184,13 @@ def run_disk(plan: DiskPlan, *, note: Note, step: Note) -> list[DiskRow]:
         UsageError: the machine has not enough memory, or the folder not enough room.
         BenchError, KvStoreError: a block was missing, or never became durable.
     """
-    require_available(DRAM_BYTES + 2 * RING_BYTES + _SERVER_OVERHEAD_BYTES, "nothing can be made smaller")
-    _require_room(plan.folder)
-    mine, near = arena(RING_BYTES), arena(RING_BYTES)
+    require_available(plan.dram_bytes + 2 * plan.footprint_bytes + _SERVER_OVERHEAD_BYTES, "lower --footprint")
+    _require_room(plan)
+    mine, near = arena(plan.footprint_bytes), arena(plan.footprint_bytes)
     rows: list[DiskRow] = []
     for size in plan.sizes:
-        note(f"{format_size(size)} blocks: {format_size(RING_BYTES)} of them on the SSD in {plan.folder}")
-        with _bench(plan, ring_of(size), mine, near) as bench:
+        note(f"{format_size(size)} blocks: {format_size(plan.footprint_bytes)} of them on the SSD in {plan.folder}")
+        with _bench(plan, ring_of(size, plan.footprint_bytes), mine, near) as bench:
             for row in bench.measure(plan.seconds):
                 rows.append(row)
                 step(summary(row))
@@ -321,11 +337,13 @@ class DiskBench:
         blocks = self._ring.blocks
         self._client.delete(self._scene.keys(self._ids[places], Transport.SHM))
         self._ids[places] = (self._ids[places] + blocks) % (2 * blocks)
-        # The bodies are there, since `fill` or the last read. Filling anew would leave them in a cache for the timed put.
+        # The bodies are there, since `fill` or the last read. Writing them would put them in a cache.
         self._scene.content.stamp(self._scene.rows[places], self._ids[places])
 
     def _put(self, places: slice) -> None:
-        statuses = self._client.put(self._scene.keys(self._ids[places], Transport.SHM), self._scene.rows[places]).statuses
+        statuses = self._client.put(
+            self._scene.keys(self._ids[places], Transport.SHM), self._scene.rows[places]
+        ).statuses
         if not (statuses == PutStatus.STORED).all():
             names = sorted({PutStatus(int(status)).name for status in statuses})
             raise BenchError(f"a put of {len(statuses)} blocks answered {', '.join(names)}")
@@ -395,7 +413,10 @@ def _bench(plan: DiskPlan, ring: Ring, mine: U8, near: U8) -> Iterator[DiskBench
     size = ring.blocks * ring.block_bytes
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-", dir=plan.folder)))
-        server = ServerProcess(dram=str(DRAM_BYTES), folder=folder, disk=str(DISK_BYTES), admission="always")
+        # Only the data goes there: the path of a local socket may not be as long as that of a folder.
+        server = ServerProcess(
+            dram=str(plan.dram_bytes), disk=plan.disk_bytes, admission="always", data_dir=folder / "data"
+        )
         stack.callback(server.close)
         server.start()
         server.wait_warm()
@@ -416,14 +437,17 @@ def _bench(plan: DiskPlan, ring: Ring, mine: U8, near: U8) -> Iterator[DiskBench
         yield DiskBench(scene, ring, state, file, near)
 
 
-def _require_room(folder: Path) -> None:
+def _require_room(plan: DiskPlan) -> None:
+    folder = plan.folder
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"--dir {folder}: can't be used; allowed: an existing folder that this user may write")
-    needed = RING_BYTES + DISK_BYTES + _DISK_OVERHEAD_BYTES
+    needed = plan.footprint_bytes + plan.disk_bytes + _DISK_OVERHEAD_BYTES
     free = shutil.disk_usage(folder).free
     if free < needed:
         spare = format_size(free >> 20 << 20)
-        raise UsageError(f"--dir {folder}: this run needs {format_size(needed)}, {spare} are free; allowed: a folder with room")
+        raise UsageError(
+            f"--dir {folder}: this run needs {format_size(needed)} there, {spare} are free; allowed: a folder with room, or a smaller --footprint"
+        )
 
 
 def _rows(places: slice) -> range:

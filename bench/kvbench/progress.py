@@ -22,7 +22,7 @@ class Progress(Protocol):
         ...
 
     def part(self, share: float) -> None:
-        """This share of the current step is done."""
+        """So much of the current step is done."""
         ...
 
 

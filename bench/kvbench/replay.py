@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-from kvstore.testing.cluster import ServerProcess
 from numpy.typing import NDArray
 
 import kvstore
@@ -36,6 +35,7 @@ from kvstore.core.keys import BlockKeys
 from kvstore.core.layout import OpaqueLayout
 from kvstore.core.sizes import format_size
 from kvstore.core.states import PutStatus
+from kvstore.testing.cluster import ServerProcess
 from kvstore.transport.trailer import slot_payload_bytes
 
 U8 = NDArray[np.uint8]
@@ -357,15 +357,14 @@ class ReplayBench:
 
 def _server(plan: ReplayPlan, pool_bytes: int, policy: str) -> ServerProcess:
     assert policy in POLICIES
-    settings: dict[str, object] = {}
-    if plan.disk_bytes:
-        settings = {"disk": plan.disk_bytes, "admission": plan.admission}
     # The seed of keys is given so that the keys of a trace are made once for all servers.
-    return ServerProcess(dram=str(pool_bytes), chunk=str(_CHUNK_BYTES), key_seed=0, **settings)
+    return ServerProcess(
+        dram=str(pool_bytes), chunk=_CHUNK_BYTES, disk=plan.disk_bytes, admission=plan.admission, key_seed=0
+    )
 
 
 def _pool_bytes(trace: Trace, plan: ReplayPlan, capacity: int | None) -> int:
-    """Whole chunks with room for the capacity and at least one block of ballast; for all of the trace, some to spare."""
+    """Whole chunks with room for the capacity and some ballast; for all of the trace, with some to spare."""
     blocks = int(trace.distinct_blocks * _UNLIMITED_SLACK) if capacity is None else capacity + 1
     return max(_CHUNKS_MIN, -(-blocks // (_CHUNK_BYTES // plan.slot_bytes))) * _CHUNK_BYTES
 

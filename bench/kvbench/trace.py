@@ -1,4 +1,4 @@
-"""Traces of real requests: which blocks each prompt consists of. Read from Mooncake's files, one JSON object a line:
+"""Traces of real requests: which blocks each prompt consists of. Mooncake's files have one JSON object a line.
 
     {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, 3]}
 
