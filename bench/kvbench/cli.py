@@ -89,7 +89,7 @@ _DISK_DESCRIPTION = """\
 How fast blocks reach the SSD tier and come back.
 
 A server with a small DRAM tier and an SSD tier is started in a new folder inside --dir, which is removed
-at the end; about 1.5GiB of disk are used. Each operation is timed in alternation with direct file I/O of
+at the end; about 1.6GiB of disk are used. Each operation is timed in alternation with direct file I/O of
 the same shape in the same folder: as many blocks of the same size, one read or write each, by several
 threads, into a preallocated file, synced after the writes. Times and percentiles are per call, of one batch.
 
@@ -106,7 +106,7 @@ _DISK_EXAMPLES = """\
 examples:
   kvbench disk                                    1MiB and 4MiB blocks, in under a minute
   kvbench disk --dir /mnt/nvme --json disk.json --plot disk.png
-  kvbench disk --sizes 256KiB,16MiB --seconds 5
+  kvbench disk --sizes 256KiB,16MiB --footprint 3GiB --seconds 5
 """
 
 _REPLAY_DESCRIPTION = """\
@@ -380,7 +380,7 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
         type=_size,
         default=disk.DEFAULT_FOOTPRINT_BYTES,
         metavar="SIZE",
-        help="bytes of blocks that each operation walks through; the DRAM tier has half of it, and three times as much "
+        help="bytes of blocks that each operation walks through; the DRAM tier has a third of it, and three times as much "
         f"disk is used (default: {format_size(disk.DEFAULT_FOOTPRINT_BYTES)})",
     )
     _add_seconds(parser, disk.DEFAULT_SECONDS)

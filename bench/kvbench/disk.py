@@ -5,8 +5,9 @@ kvbench ──┬── kvstore-server   small DRAM tier, SSD tier with admissio
           └── direct file      in the same folder: the limit, in alternation
 ```
 
-One block size at a time. A ring of blocks, twice as many bytes as the DRAM tier holds, is on the SSD; every operation
-walks round it, so that the DRAM tier, which keeps what was used last, has dropped a block when its turn comes again:
+One block size at a time. A ring of blocks, three times as many bytes as the DRAM tier holds, is on the SSD; every
+operation walks round it, so that the DRAM tier, which keeps what was used last, has dropped a block when its turn comes
+again:
 
     write      puts until all of it is durable: payload, then catalog, synced. Older versions are deleted untimed
     read_cold  get_into of blocks that are on the SSD only; how many came from there is counted by the server
@@ -51,13 +52,13 @@ I64 = NDArray[np.int64]
 Note = Callable[[str], None]
 
 DEFAULT_SIZES: Final = (1 * MIB, 4 * MIB)
-DEFAULT_SECONDS: Final = 2.0
-DEFAULT_FOOTPRINT_BYTES: Final = 512 * MIB
-_FOOTPRINT_BYTES_MIN: Final = 32 * MIB
-_FOOTPRINT_BYTES_MAX: Final = 64 << 30
+DEFAULT_SECONDS: Final = 1.0
+DEFAULT_FOOTPRINT_BYTES: Final = 768 * MIB
+_FOOTPRINT_BYTES_MIN: Final = 48 * MIB
+_FOOTPRINT_BYTES_MAX: Final = 48 << 30
 _BATCH_MAX: Final = 64
-_RING_BLOCKS_MIN: Final = 32
-_RING_BLOCKS_MAX: Final = 8192
+_RING_BLOCKS_MIN: Final = 192  # larger blocks would leave much of a chunk of the DRAM tier unused
+_RING_BLOCKS_MAX: Final = 12288
 _LAYERS: Final = 32
 _WARM_BATCHES: Final = 2  # as many as the turns that don't count: these bring them into DRAM
 _COLD_SHARE_MIN: Final = 0.99
@@ -83,7 +84,7 @@ class DiskPlan:
 
     Args:
         sizes: block sizes, four rows each.
-        footprint_bytes: of the ring; all else follows from it. DRAM tier: half of it; SSD tier: twice as much.
+        footprint_bytes: of the ring; all else follows from it. DRAM tier: a third of it; SSD tier: twice as much.
         seconds: wall-clock time per row, its limit and its checks included.
         seed: block content and keys follow from it.
         folder: where the server's data and the direct file go, in a folder that is removed afterwards.
@@ -112,13 +113,13 @@ class DiskPlan:
             if not low <= size <= high or size % PAGE_BYTES:
                 raise UsageError(
                     f"--sizes: {format_size(size)} is no block size for a footprint of {format_size(footprint)}; allowed: "
-                    f"multiples of 4KiB from {format_size(low)} to {format_size(high)}"
+                    f"multiples of 4KiB from {format_size(low)} to {format_size(high)}, larger ones with a larger --footprint"
                 )
 
     @property
     def dram_bytes(self) -> int:
-        """DRAM tier of the server: half of the ring has always been dropped from it."""
-        return self.footprint_bytes // 2
+        """DRAM tier of the server: two thirds of the ring have always been dropped from it."""
+        return self.footprint_bytes // 3
 
     @property
     def disk_bytes(self) -> int:
@@ -170,8 +171,8 @@ class Ring:
 
 
 def ring_of(block_bytes: int, footprint_bytes: int) -> Ring:
-    """64 blocks per call, fewer where that would be over an eighth of the ring; a quarter of it per turn of write."""
-    batch = max(1, min(_BATCH_MAX, footprint_bytes // 8 // block_bytes))
+    """64 blocks per call, fewer where that would be over a twelfth of the ring; a quarter of it per turn of write."""
+    batch = max(1, min(_BATCH_MAX, footprint_bytes // 12 // block_bytes))
     calls = max(1, footprint_bytes // 4 // (batch * block_bytes))
     turn = batch * calls
     return Ring(block_bytes, batch, calls, footprint_bytes // block_bytes // turn * turn)
