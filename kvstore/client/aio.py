@@ -1,6 +1,7 @@
 """The SDK for asyncio: the same client, its calls on threads of its own. One implementation stands behind both.
 
-Calls release the GIL while they copy or wait, so the event loop goes on.
+Calls release the GIL while they copy or wait, so the event loop goes on. A call whose task is cancelled goes on in its
+thread, for its timeout at most: until then its memory (`into`, `blocks`) must be left alone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class AsyncClient:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-async")
+        # None once closed: asyncio then takes a thread of its own for the call, which says that the client is closed.
+        self._threads: ThreadPoolExecutor | None = ThreadPoolExecutor(THREADS, thread_name_prefix="kvstore-async")
 
     @property
     def namespace(self) -> Namespace:
@@ -114,8 +116,10 @@ class AsyncClient:
 
     async def close(self) -> None:
         """As `Client.close`."""
+        threads, self._threads = self._threads, None
         await asyncio.to_thread(self._client.close)
-        self._threads.shutdown(wait=False)
+        if threads is not None:
+            threads.shutdown(wait=False)
 
     async def __aenter__(self) -> AsyncClient:
         return self

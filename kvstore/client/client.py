@@ -85,8 +85,14 @@ class Client:
         self._membership = membership
         self._options = options
         self._namespace = options.namespace
-        self._arenas = ArenaPool()
-        self._start()
+        self._forking = threading.Lock()
+        self._prepare()
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+        self._start_keeper()
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -234,6 +240,8 @@ class Client:
     def close(self) -> None:
         """End all sessions. Open views end too. Idempotent."""
         self._closed.set()
+        if self._pid != os.getpid():
+            return  # a fork that never used it: the connections are its parent's
         for node in self._nodes:
             node.close()
         if self._threads is not None:
@@ -247,35 +255,47 @@ class Client:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        self._pid = os.getpid()
+    def _prepare(self) -> None:
+        """All that belongs to one process: a forked child starts again from here."""
         self._closed = threading.Event()
         self._kick = threading.Event()
+        self._arenas = ArenaPool()
         self._threads: ThreadPoolExecutor | None = None
         self._views: weakref.WeakSet[View] = weakref.WeakSet()
         self._members = self._membership.nodes()
         self._nodes = [NodeLinks(member, self._options) for member in self._members]
+        self._pid = os.getpid()
+
+    def _connect(self) -> None:
+        """Reach every node that can be reached, and take over their way to make keys."""
         failures: list[Unavailable] = []
-        try:
-            for node in self._nodes:
-                try:
-                    node.connect()
-                except Unavailable as error:
-                    failures.append(error)
-            infos = [node.info for node in self._nodes if node.info is not None]
-            if not infos:
-                raise failures[0]
-            if self._options.transport == "shm" and not any(link for node in self._nodes for link in node.links):
-                raise Unavailable(f"transport='shm': no shard of {self._members[0].name} is reachable on this host")
-            agree(infos)
-        except BaseException:
-            for node in self._nodes:
-                node.close()
-            raise
+        for node in self._nodes:
+            try:
+                node.connect()
+            except Unavailable as error:
+                failures.append(error)
+        infos = [node.info for node in self._nodes if node.info is not None]
+        if not infos:
+            raise failures[0]
+        if self._options.transport == "shm" and not any(link for node in self._nodes for link in node.links):
+            raise Unavailable(f"transport='shm': no shard of {self._members[0].name} is reachable on this host")
+        agree(infos)
         self._scheme = infos[0].scheme
+
+    def _start_keeper(self) -> None:
         keeper = threading.Thread(target=Client._keep, args=(weakref.ref(self), self._closed, self._kick), daemon=True)
         keeper.name = "kvstore-keeper"
         keeper.start()
+
+    def _start_in_child(self) -> None:
+        """Connections of our own. The parent's are let go of without a word: it still uses them."""
+        with self._forking:
+            if self._pid == os.getpid():
+                return
+            self._prepare()
+            for node in self._nodes:
+                node.reconnect()  # what is down reads as a miss, as always
+            self._start_keeper()
 
     def _keep_up(self, report: bool) -> None:
         """One round of the background: reconnect what is down, renew the leases of open views, report."""
@@ -334,10 +354,10 @@ class Client:
         """Ask every shard about its keys, those behind sockets side by side. What can't be reached is left
         unanswered.
         """
-        if self._pid != os.getpid():
-            self._start()
         if self._closed.is_set():
             raise UsageError("the client is closed")
+        if self._pid != os.getpid():
+            self._start_in_child()
         if not len(keys):
             return
         deadline = Deadline(self._options.timeout_s)

@@ -248,7 +248,7 @@ class _Connection:
             there = there.take(np.flatnonzero(held))
             offsets, generations = there.offsets, there.generations
             self._session.shared.note_use(there.handles)
-            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
+            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers, held=True)
             pool = memoryview(self._session.shared.pool_read_only)
             start, size = first * layer_bytes, (end - first) * layer_bytes
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
@@ -274,7 +274,7 @@ class _Connection:
         places = np.arange(len(rows), dtype=np.int64) * size
         offsets = probe.offsets[rows]
         copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + first * layer_bytes, size)
-        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers)
+        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers, held=False)
         standing = index.unchanged(probe, rows)
         self._session.shared.note_use(probe.handles[rows])
         found[rows[~standing]] = False
@@ -310,8 +310,12 @@ class _Connection:
         layers: int,
         layer_bytes: int,
         wanted: tuple[int, int],
+        *,
+        held: bool,
     ) -> NDArray[np.uint64]:
-        """Sums of the wanted layers. Where the producer left them out they are computed here, and kept."""
+        """Sums of the wanted layers. Where the producer left them out they are computed here, and kept if the blocks
+        are held: otherwise the slot may be another block's by now, and we would write into that.
+        """
         shared = self._session.shared
         size = layers * layer_bytes
         trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
@@ -322,7 +326,7 @@ class _Connection:
             trailers[row, 1 + wanted[0] : 1 + wanted[1]] = sums_of(
                 pool[offset + wanted[0] * layer_bytes : offset + wanted[1] * layer_bytes], layer_bytes
             )
-        if wanted == (0, layers) and len(missing):
+        if held and wanted == (0, layers) and len(missing):
             write_trailers(shared.pool, offsets[missing], size, generations[missing], trailers[missing, 1:])
         return trailers[:, 1 + wanted[0] : 1 + wanted[1]]
 

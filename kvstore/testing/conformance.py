@@ -7,10 +7,21 @@ class TestMyPolicy(EvictionConformance):
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable
+from kvstore.core.keys import KEY_DTYPE
+from kvstore.core.layout import OpaqueLayout
+from kvstore.core.namespace import Namespace
+from kvstore.core.states import BlockState, PutStatus
 from kvstore.server.eviction.base import EvictionPolicy
+from kvstore.transport.base import Keys, ShardLink
+from kvstore.transport.buffers import Pieces, Region
 
 I64 = NDArray[np.int64]
 
@@ -134,3 +145,242 @@ class EvictionConformance:
                 policy.restore(offered[:third])
                 policy.touch(offered[third : 2 * third])
                 there.difference_update(offered[2 * third :].tolist())
+
+
+LINK_NAMESPACE = Namespace(
+    model="conformance",
+    revision="1",
+    dtype="uint8",
+    block_tokens=4,
+    layout=OpaqueLayout(tag="t", layers=4, layer_bytes_per_block=1000),
+)
+TIMEOUT_S = 10.0
+ALL_LAYERS = (0, LINK_NAMESPACE.layers)
+NewLink = Callable[[], ShardLink]
+
+
+class LinkConformance:
+    """What `kvstore.transport.base.ShardLink` promises, whatever carries the bytes.
+
+    Give it a fixture `new_link`: a `NewLink` that makes links to one and the same shard with a pool of 8 MiB, and
+    closes them in the end.
+    """
+
+    def opened(self, new_link: NewLink) -> ShardLink:
+        """A link on which the namespace of these tests is open."""
+        link = new_link()
+        link.open(LINK_NAMESPACE, TIMEOUT_S)
+        return link
+
+    def test_what_was_stored_is_looked_up_and_fetched_by_every_link(self, new_link: NewLink) -> None:
+        link, other = self.opened(new_link), self.opened(new_link)
+        keys, blocks = self._stored(link, 7)
+        for reader in (link, other):
+            found = reader.lookup(keys, TIMEOUT_S)
+            assert found.states.tolist() == [BlockState.COMMITTED] * 7
+            assert found.layers_ready.tolist() == [LINK_NAMESPACE.layers] * 7
+            assert np.array_equal(self._fetched(reader, keys), blocks)
+
+    def test_one_block_alone_is_fetched_as_well(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 1)
+        assert np.array_equal(self._fetched(link, keys), blocks)
+        assert not link.fetch(_fresh_keys(1), _region(1, LINK_NAMESPACE.block_bytes), ALL_LAYERS, TIMEOUT_S).any()
+
+    def test_any_range_of_layers_can_be_fetched(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 3)
+        for first, end in [(0, 1), (1, 3), (3, 4), (0, 4)]:
+            for count in (1, 3):
+                size = (end - first) * LINK_NAMESPACE.layer_bytes
+                into = _region(count, size)
+                assert link.fetch(keys[:count], into, (first, end), TIMEOUT_S).all()
+                expected = blocks.reshape(3, 4, -1)[:count, first:end].reshape(count, -1)
+                assert np.array_equal(into.memory.reshape(count, size), expected)
+
+    def test_blocks_may_lie_anywhere_in_the_callers_memory(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        size = LINK_NAMESPACE.block_bytes
+        keys, blocks = _fresh_keys(3), _content(3)
+        scattered = np.zeros(6 * size, dtype=np.uint8)
+        offsets = np.array([4, 0, 2]) * size + 13
+        for offset, block in zip(offsets.tolist(), blocks, strict=True):
+            scattered[offset : offset + size] = block
+        assert link.store(keys, Region(scattered, offsets), TIMEOUT_S).tolist() == [PutStatus.STORED] * 3
+        pieces = Pieces(tuple(np.zeros(size, dtype=np.uint8) for _ in range(3)))
+        assert link.fetch(keys, pieces, ALL_LAYERS, TIMEOUT_S).all()
+        assert all(np.array_equal(piece, block) for piece, block in zip(pieces.memories, blocks, strict=True))
+        target = np.zeros_like(scattered)
+        assert link.fetch(keys, Region(target, offsets), ALL_LAYERS, TIMEOUT_S).all()
+        assert np.array_equal(target, scattered)
+
+    def test_absent_blocks_are_misses_between_hits(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 3)
+        mixed = np.concatenate([keys[:1], _fresh_keys(2), keys[1:], _fresh_keys(1)])
+        there = [True, False, False, True, True, False]
+        assert (link.lookup(mixed, TIMEOUT_S).states == BlockState.COMMITTED).tolist() == there
+        into = _region(6, LINK_NAMESPACE.block_bytes)
+        assert link.fetch(mixed, into, ALL_LAYERS, TIMEOUT_S).tolist() == there
+        assert np.array_equal(into.memory.reshape(6, -1)[there], blocks)
+
+    def test_a_second_store_leaves_the_first_ones_bytes(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 2)
+        again = link.store(np.concatenate([keys, keys]), _region(4, LINK_NAMESPACE.block_bytes), TIMEOUT_S)
+        assert again.tolist() == [PutStatus.EXISTS] * 4
+        assert np.array_equal(self._fetched(link, keys), blocks)
+
+    def test_of_a_key_that_is_named_twice_one_is_stored(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = _fresh_keys(1), _content(2)
+        statuses = link.store(np.concatenate([keys, keys]), _as_region(blocks), TIMEOUT_S)
+        assert statuses.tolist() == [PutStatus.STORED, PutStatus.PENDING]
+        assert np.array_equal(self._fetched(link, keys), blocks[:1])
+
+    def test_deleted_blocks_are_gone_for_every_link(self, new_link: NewLink) -> None:
+        link, other = self.opened(new_link), self.opened(new_link)
+        keys, _ = self._stored(link, 3)
+        assert other.delete(np.concatenate([keys[:2], _fresh_keys(1)]), TIMEOUT_S).tolist() == [True, True, False]
+        assert link.lookup(keys, TIMEOUT_S).states.tolist() == [0, 0, BlockState.COMMITTED]
+        into = _region(3, LINK_NAMESPACE.block_bytes)
+        assert link.fetch(keys, into, ALL_LAYERS, TIMEOUT_S).tolist() == [False, False, True]
+        assert link.store(keys, _region(3, LINK_NAMESPACE.block_bytes), TIMEOUT_S).tolist() == [0, 0, PutStatus.EXISTS]
+
+    def test_pin_and_touch_tell_what_is_there(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, _ = self._stored(link, 2)
+        asked = np.concatenate([_fresh_keys(1), keys])
+        assert link.pin(asked, True, TIMEOUT_S).tolist() == [False, True, True]
+        assert link.touch(asked, TIMEOUT_S).tolist() == [False, True, True]
+        assert link.pin(asked, False, TIMEOUT_S).tolist() == [False, True, True]
+
+    def test_leased_blocks_can_be_read_and_not_written_even_when_they_are_deleted_meanwhile(
+        self, new_link: NewLink
+    ) -> None:
+        link, other = self.opened(new_link), self.opened(new_link)
+        keys, blocks = self._stored(link, 2)
+        held = link.lease(np.concatenate([keys, _fresh_keys(1)]), 30.0, TIMEOUT_S)
+        assert held.held.tolist() == [True, True, False]
+        assert held.blocks[2] is None
+        other.delete(keys, TIMEOUT_S)
+        for _ in range(50):  # more than the pool: their slots would be used again if they were free
+            self._stored(other, 100)
+        held.renew(30.0, TIMEOUT_S)
+        assert held.valid()
+        for block, expected in zip(held.blocks[:2], blocks, strict=True):
+            assert block is not None
+            assert np.array_equal(block, expected)
+            assert not block.flags.writeable
+        held.release()
+        link.tidy(TIMEOUT_S)
+
+    def test_nothing_is_asked_for_and_answered(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        none, memory = _fresh_keys(0), _region(0, LINK_NAMESPACE.block_bytes)
+        assert len(link.lookup(none, TIMEOUT_S).states) == 0
+        assert len(link.fetch(none, memory, ALL_LAYERS, TIMEOUT_S)) == 0
+        assert len(link.store(none, memory, TIMEOUT_S)) == 0
+        assert len(link.delete(none, TIMEOUT_S)) == len(link.pin(none, True, TIMEOUT_S)) == 0
+        assert len(link.touch(none, TIMEOUT_S)) == 0
+        held = link.lease(none, 30.0, TIMEOUT_S)
+        assert held.blocks == []
+        held.release()
+        assert link.usable
+
+    def test_keys_of_another_namespace_are_misses_and_can_not_be_stored(self, new_link: NewLink) -> None:
+        link, stranger = self.opened(new_link), new_link()
+        keys, blocks = self._stored(link, 2)
+        twin = replace(LINK_NAMESPACE, revision="2")  # blocks of the same size
+        stranger.open(twin, TIMEOUT_S)
+        assert not stranger.lookup(keys, TIMEOUT_S).states.any()
+        memory = _region(2, twin.block_bytes)
+        assert not stranger.fetch(keys, memory, ALL_LAYERS, TIMEOUT_S).any()
+        assert not stranger.fetch(keys[:1], memory.take(np.arange(1)), ALL_LAYERS, TIMEOUT_S).any()
+        assert not stranger.lease(keys, 30.0, TIMEOUT_S).held.any()
+        self._refused(NamespaceMismatch, lambda: stranger.store(keys, memory, TIMEOUT_S))
+        assert stranger.usable, "an error of the caller costs nobody the link"
+        assert np.array_equal(self._fetched(link, keys), blocks)
+
+    def test_threads_may_share_a_link(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+
+        def work(_: int) -> bool:
+            keys, blocks = self._stored(link, 5)
+            good = all(np.array_equal(self._fetched(link, keys), blocks) for _ in range(5))
+            return good and link.usable and bool(link.delete(keys, TIMEOUT_S).all())
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(work, range(64)))
+
+    def test_a_link_counts_what_went_over_it(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, _ = self._stored(link, 3)
+        link.lookup(np.concatenate([keys, _fresh_keys(2)]), TIMEOUT_S)
+        self._fetched(link, keys)
+        self._fetched(link, keys[:1])
+        counters = link.meter.counters
+        assert (counters.written_blocks, counters.written_bytes) == (3, 3 * LINK_NAMESPACE.block_bytes)
+        assert (counters.lookup_blocks, counters.hit_blocks) == (5, 3)
+        assert (counters.read_blocks, counters.read_bytes) == (4, 4 * LINK_NAMESPACE.block_bytes)
+        assert (counters.lost_races, counters.checksum_failures) == (0, 0)
+        link.report(TIMEOUT_S)
+
+    def test_a_namespace_is_opened_before_anything_else(self, new_link: NewLink) -> None:
+        link = new_link()
+        self._refused(ProtocolError, lambda: link.store(_fresh_keys(1), _region(1, 8), TIMEOUT_S))
+
+    def test_a_closed_link_is_unavailable_and_can_be_closed_again(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, _ = self._stored(link, 1)
+        link.close()
+        link.close()
+        assert not link.usable
+        memory = _region(1, LINK_NAMESPACE.block_bytes)
+        for call in (
+            lambda: link.lookup(keys, TIMEOUT_S),
+            lambda: link.fetch(keys, memory, ALL_LAYERS, TIMEOUT_S),
+            lambda: link.store(keys, memory, TIMEOUT_S),
+            lambda: link.lease(keys, 30.0, TIMEOUT_S),
+            lambda: link.delete(keys, TIMEOUT_S),
+            lambda: link.pin(keys, True, TIMEOUT_S),
+            lambda: link.touch(keys, TIMEOUT_S),
+            lambda: link.report(TIMEOUT_S),
+        ):
+            self._refused(Unavailable, call)
+
+    def _stored(self, link: ShardLink, count: int) -> tuple[Keys, NDArray[np.uint8]]:
+        keys, blocks = _fresh_keys(count), _content(count)
+        assert link.store(keys, _as_region(blocks), TIMEOUT_S).tolist() == [PutStatus.STORED] * count
+        return keys, blocks
+
+    def _fetched(self, link: ShardLink, keys: Keys) -> NDArray[np.uint8]:
+        into = _region(len(keys), LINK_NAMESPACE.block_bytes)
+        assert link.fetch(keys, into, ALL_LAYERS, TIMEOUT_S).all()
+        return into.memory.reshape(len(keys), -1)
+
+    def _refused(self, kind: type[KvStoreError], call: Callable[[], object]) -> None:
+        try:
+            call()
+        except kind:
+            return
+        raise AssertionError(f"no {kind.__name__}")
+
+
+_random = np.random.default_rng()  # so that two runs against one server do not meet
+
+
+def _fresh_keys(count: int) -> Keys:
+    return _random.integers(1, 1 << 63, size=(count, 3), dtype=np.uint64).view(KEY_DTYPE).reshape(count)
+
+
+def _content(count: int) -> NDArray[np.uint8]:
+    return _random.integers(0, 256, size=(count, LINK_NAMESPACE.block_bytes), dtype=np.uint8)
+
+
+def _as_region(blocks: NDArray[np.uint8]) -> Region:
+    return Region(blocks.reshape(-1), np.arange(len(blocks), dtype=np.int64) * LINK_NAMESPACE.block_bytes)
+
+
+def _region(count: int, size_bytes: int) -> Region:
+    return Region(np.zeros(count * size_bytes, dtype=np.uint8), np.arange(count, dtype=np.int64) * size_bytes)

@@ -106,3 +106,24 @@ def test_neighbours_are_given_out_together() -> None:
 def test_a_pool_that_is_no_whole_number_of_chunks_is_refused(pool: int) -> None:
     with pytest.raises(ValueError, match="not a multiple of its chunks"):
         SlotAllocator(pool, CHUNK)
+
+
+def test_withheld_chunks_come_back_with_what_was_in_them() -> None:
+    allocator = SlotAllocator(3 * CHUNK, CHUNK)
+    allocator.withhold(np.array([0, 2]))
+    assert allocator.available(4096) == CHUNK // 4096
+    fresh = allocator.allocate(4096, 100)
+    assert set(allocator.chunk_of(fresh).tolist()) == {1}
+    assert allocator.is_withheld(np.array([0, CHUNK, 2 * CHUNK])).tolist() == [True, False, True]
+    used = np.array([0, 3 * 8192])
+    allocator.restore(0, 8192, used)
+    allocator.restore(2, 0, np.zeros(0, np.int64))
+    assert allocator.slot_bytes_of(used).tolist() == [8192, 8192]
+    assert allocator.assigned_chunks().tolist() == [0, 1]
+    again = allocator.allocate(8192, 100)
+    assert not set(used.tolist()) & set(again.tolist())
+    assert len(again) == 2 * CHUNK // 8192 - 2
+    allocator.free(np.concatenate([used, again, fresh]))
+    allocator.drop_empty_chunks()
+    assert len(allocator.assigned_chunks()) == 0
+    assert allocator.free_bytes == allocator.capacity_bytes == 3 * CHUNK

@@ -71,6 +71,7 @@ def frames() -> dict[str, bytes]:
         Op.REPORT: amounts,
         Op.FETCH: KeyRequest(namespace=3, keys=KEYS, layers=(0, 2)).encode(),
         Op.TOUCH: keys.encode(),
+        Op.PROMOTE: keys.encode(),
     }
     named = {op.name: encode(op, op, body) for op, body in requests.items()}
     named["RELEASE"] = encode(Op.RELEASE, Op.RELEASE, LeaseRequest(LEASES).encode(), flags=NO_REPLY)

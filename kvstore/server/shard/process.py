@@ -411,7 +411,7 @@ class DiskSide:
     def close(self) -> None:
         """End the worker; what it has under way it finishes."""
         if self._link is not None:
-            self._link.hang_up()
+            self._link.close()
         self._child.stop()
 
     def _start(self) -> None:
@@ -425,7 +425,7 @@ class DiskSide:
         """The worker is gone. Only once its process has ended are the slots that it was filling ours again."""
         self._child.stop(0.0)
         assert self._link is not None
-        self._link.hang_up()
+        self._link.close()
         self._link = None
         self._retry_at_s = time.monotonic() + RESTART_PAUSE_S
         if self._shard.tiering is not None:

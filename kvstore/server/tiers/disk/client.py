@@ -175,7 +175,7 @@ class DiskLink:
                     self.load_blocks -= self._loads.pop(request, 0)
                 answers.append(answer)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close: a worker that lives finishes what is on its way to the disk and ends."""
         self._sock.close()
 

@@ -76,8 +76,11 @@ Mask = NDArray[np.bool_]
 
 READ_THREADS: Final = 4
 WRITE_THREADS: Final = 4
-AHEAD_BYTES_MAX: Final = 64 << 20  # kept free ahead of need, so that a store seldom waits for an eviction to be durable
-AHEAD_SHARE: Final = 32  # of the capacity, where that is less
+AHEAD_BYTES_MAX: Final = (
+    256 << 20
+)  # kept free ahead of need, so that a store seldom waits for an eviction to be durable
+AHEAD_SHARE: Final = 16  # of the capacity, where that is less
+COMMIT_BYTES: Final = 64 << 20  # of payload that one commit gathers while writes are under way
 SCAN_PIECE: Final = 4096
 SUSPECTS_MAX: Final = 64  # newest blocks that are read and checked after an unclean end
 SUSPECT_BYTES_MAX: Final = 64 << 20
@@ -117,8 +120,6 @@ class _Storing:
     statuses: U8
     waiting: I64  # rows without a slot so far
     open: int  # rows without a status so far
-    handles: I64  # of rows that have got a slot
-    sequences: U64  # of the same
 
 
 @dataclass(slots=True)
@@ -507,13 +508,13 @@ class DiskTier:
         statuses[there & (self._directory.life[handles] == Life.DURABLE)] = StoreStatus.EXISTS
         statuses[stale] = StoreStatus.STALE
         self.counters.stale_stores += int(np.count_nonzero(stale))
+        if self._complete:
+            self._policy.touch(np.unique(handles[statuses == StoreStatus.EXISTS]))
         fresh = np.flatnonzero(first & ~there & ~stale)
         if geometry.size > self._slabs.slab_bytes:
             self._refuse(statuses, fresh)
             fresh = fresh[:0]
-        storing = _Storing(
-            request, store, geometry, statuses, fresh, len(fresh), np.zeros(count, np.int64), np.zeros(count, np.uint64)
-        )
+        storing = _Storing(request, store, geometry, statuses, fresh, len(fresh))
         if len(fresh):
             self._storing.append(storing)
             self._advance()
@@ -563,12 +564,14 @@ class DiskTier:
         storing.open -= rows
         if storing.open:
             return
-        self._answers.append(Stored(storing.request, storing.statuses))
-        handles, sequences = storing.handles, storing.sequences
-        there = storing.statuses == StoreStatus.DURABLE
-        there &= self._directory.sequence[handles] == sequences  # else removed, and the handle used again
-        there &= self._directory.life[handles] == Life.DURABLE
-        self._policy.admit(handles[there])
+        # What the answer says holds where it stands among the answers: some of these blocks may have left meanwhile.
+        statuses = storing.statuses
+        handles = self._directory.find(np.ascontiguousarray(storing.store.rows["key"]))
+        there = (handles >= 0) & (self._directory.life[handles] == Life.DURABLE)
+        claimed = (statuses == StoreStatus.DURABLE) | (statuses == StoreStatus.EXISTS)
+        statuses[claimed & ~there] = StoreStatus.BUSY
+        self._policy.admit(handles[(statuses == StoreStatus.DURABLE) & there])
+        self._answers.append(Stored(storing.request, statuses))
 
     def _write(self, storing: _Storing, locations: I64) -> None:
         """Send the first waiting rows to their slots."""
@@ -594,7 +597,6 @@ class DiskTier:
         size, number = storing.geometry.size, self._namespaces[storing.store.digest].number
         handles = self._directory.add(keys, locations, size, number, sequences)
         self._hold(handles)
-        storing.handles[rows], storing.sequences[rows] = handles, sequences
         offsets = storing.store.rows["offset"]
         for run in self._slabs.runs(locations, np.full(len(rows), size, dtype=np.int64)):
             chosen = rows[run.rows]
@@ -634,7 +636,7 @@ class DiskTier:
     def _commit(self) -> None:
         """Make durable what has gathered, unless a commit is under way or the catalog needs a rest."""
         resting = self._unwritable and self._retry_at_s > 0
-        if self._committing or resting or not (self._next or self._lazy):
+        if self._committing or resting or not (self._next or self._lazy) or self._gathers():
             return
         commit, self._next = self._next, _Commit()
         for written in commit.written:
@@ -663,6 +665,14 @@ class DiskTier:
 
         self._committing = True
         self._committer.submit(work, done)
+
+    def _gathers(self) -> bool:
+        """Whether waiting makes the next commit larger and keeps nobody waiting: a flush of the disk costs as much as
+        writing some megabytes, and stores are in no hurry.
+        """
+        gathered = sum(len(written.rows) * written.storing.geometry.size for written in self._next.written)
+        in_no_hurry = not (self._next.answers or self._storing)
+        return in_no_hurry and self._writers.unfinished > 0 and gathered < COMMIT_BYTES
 
     def _leave_out_dead(self, written: _Written) -> None:
         """Blocks that were removed while they were written: no row for them."""

@@ -11,7 +11,6 @@ Both ends come from one installation and start together, so there is no version 
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.keys import KEY_DTYPE
-from kvstore.wire.messages import decode_prefix, decode_rows
+from kvstore.wire.messages import decode_json, decode_prefix, decode_rows, encode_json
 
 U8 = NDArray[np.uint8]
 Rows = NDArray[np.void]
@@ -82,7 +81,7 @@ class StoreStatus(IntEnum):
     """The disk refused."""
 
     BUSY = 5
-    """The same key is being written right now."""
+    """The same key is being written, or has just left: later, perhaps."""
 
 
 class LoadStatus(IntEnum):
@@ -310,11 +309,11 @@ class StatsAnswer:
     values: dict[str, int] = field(default_factory=dict[str, int])
 
     def encode(self) -> bytes:
-        return json.dumps(self.values, separators=(",", ":")).encode()
+        return encode_json(self.values)
 
     @classmethod
     def decode(cls, request: int, body: bytes) -> StatsAnswer:
-        return cls(request, json.loads(body))
+        return cls(request, decode_json(body))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,15 +111,14 @@ class Slabs:
         """Up to `count` slots, with their files there; fewer when slabs or the file system have no more room."""
         locations = self.allocator.allocate(slot_bytes, count)
         fresh = [number for number in np.unique(locations // self.slab_bytes).tolist() if number not in self._files]
-        failed = [number for number in fresh if not self._create(number)]
-        if not failed:
+        failed = next((number for number in fresh if not self._create(number)), None)
+        if failed is None:
             return locations
-        lost = np.isin(locations // self.slab_bytes, failed)
-        self.allocator.free(locations[lost])
-        self.allocator.drop_empty_chunks()
-        self.allocator.withhold(np.array(failed, dtype=np.int64))
-        self._starved.update(failed)
-        return locations[~lost]
+        there = np.isin(locations // self.slab_bytes, list(self._files))
+        self.allocator.free(locations[~there])
+        self._starve()
+        rest = self.allocator.allocate(slot_bytes, count - int(np.count_nonzero(there)))
+        return np.concatenate([locations[there], rest])
 
     def grow_again(self) -> None:
         """Try again, at the next need, to make the slabs that there was no room for."""
@@ -195,6 +194,13 @@ class Slabs:
             self.refused_growth += 1
             return False
         return True
+
+    def _starve(self) -> None:
+        """Go on with the slabs that are there."""
+        self.allocator.drop_empty_chunks()
+        missing = np.array(sorted(set(range(self.slabs_max)) - self._files.keys() - self._starved), dtype=np.int64)
+        self.allocator.withhold(missing)
+        self._starved.update(missing.tolist())
 
     def _delete(self, number: int) -> None:
         self._files.pop(number).close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import selectors
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +77,7 @@ class Rig:
         boot: bytes = BOOT,
         scan: bool = True,
     ) -> None:
+        self.boot = boot
         self.pool = private_arena(POOL_BYTES)
         self.layers, self.layer_bytes = layers, layer_bytes
         self.size = layers * layer_bytes
@@ -214,3 +217,14 @@ def _each(keys: NDArray[np.void]) -> list[bytes]:
 def disk_usage(folder: Path) -> int:
     """Bytes of the slab files, as `du` counts them."""
     return sum(path.stat().st_blocks * 512 for path in folder.glob("slab-*.kv"))
+
+
+def copy_as_it_is(folder: Path, copy: Path) -> None:
+    """What a crash at this moment would leave, with nothing under way: the tier has the folder open."""
+    copy.mkdir()
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            copy_as_it_is(path, copy / path.name)
+        else:
+            with contextlib.suppress(FileNotFoundError):  # RocksDB tidies up in the background
+                shutil.copy(path, copy / path.name)

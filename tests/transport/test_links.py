@@ -1,0 +1,47 @@
+"""Every way to a shard passes the same suite, against a real server."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+
+from kvstore.testing.cluster import ServerProcess
+from kvstore.testing.conformance import TIMEOUT_S, LinkConformance, NewLink
+from kvstore.transport.base import ShardLink
+from kvstore.transport.shm import SharedMemoryLink
+from kvstore.transport.tcp import TcpLink
+from kvstore.wire.control import ControlClient, NodeInfo
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[NodeInfo]:
+    """A server with one shard, as it describes itself."""
+    with ServerProcess(dram="8MiB") as server, ControlClient(server.address, timeout_s=TIMEOUT_S) as control:
+        yield control.hello("tests")
+
+
+@pytest.fixture
+def links() -> Iterator[ExitStack]:
+    """What is entered here is closed in the end."""
+    with ExitStack() as stack:
+        yield stack
+
+
+class TestSharedMemory(LinkConformance):
+    @pytest.fixture(params=[False, True], ids=["plain", "checksums"])
+    def new_link(self, request: pytest.FixtureRequest, node: NodeInfo, links: ExitStack) -> NewLink:
+        def new() -> ShardLink:
+            path = node.shards[0].socket_path
+            return links.enter_context(closing(SharedMemoryLink(path, timeout_s=TIMEOUT_S, checksums=request.param)))
+
+        return new
+
+
+class TestTcp(LinkConformance):
+    @pytest.fixture
+    def new_link(self, node: NodeInfo, links: ExitStack) -> NewLink:
+        def new() -> ShardLink:
+            link = TcpLink(node.data_host, node.data_port, token=node.token, shard=0, timeout_s=TIMEOUT_S)
+            return links.enter_context(closing(link))
+
+        return new
