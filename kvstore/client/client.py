@@ -6,6 +6,7 @@ reached by then is a miss (or a put that FAILED). Only wrong input raises.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import threading
@@ -34,6 +35,8 @@ from kvstore.transport.channel import Deadline
 
 I64 = NDArray[np.int64]
 T = TypeVar("T")
+
+log = logging.getLogger("kvstore")
 
 REPORT_S = 2.0
 KEEP_S = 0.1
@@ -327,7 +330,10 @@ class Client:
             if client is None or closed.is_set():
                 return
             report = time.monotonic() >= report_at_s
-            client._keep_up(report)
+            try:
+                client._keep_up(report)
+            except Exception:
+                log.exception("the background of a kvstore client met a bug; it goes on")
             if report:
                 report_at_s = time.monotonic() + REPORT_S
             del client

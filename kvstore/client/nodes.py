@@ -19,7 +19,7 @@ from kvstore.transport.tcp import TcpLink
 from kvstore.wire.control import ControlClient, NodeInfo, ShardInfo
 
 RETRY_S_MIN = 0.1
-RETRY_S_MAX = 2.0
+RETRY_S_MAX = 0.5
 TRANSPORTS = ("auto", "shm", "tcp")
 
 

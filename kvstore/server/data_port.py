@@ -55,6 +55,7 @@ REQUEST_TIMEOUT_S = 30.0
 SHARD_TIMEOUT_S = 5.0
 HOLD_S = 60.0  # longer than a request may take
 OPTIMISTIC_BYTES_MAX = 64 << 10
+KNOWN_SUMS_MAX = 1 << 16
 _FORWARDED = frozenset(
     {
         Op.PUBLISH,
@@ -82,13 +83,37 @@ class DataPortConfig:
     shard_sockets: tuple[str, ...]
 
 
+class KnownSums:
+    """Sums of blocks whose producer left them out, computed at the first send; those of the latest blocks are kept.
+
+    Not in the pool, beside the block: who only reads a block must not write there, since a worker that is stopped for
+    long enough wakes up over somebody else's.
+    """
+
+    def __init__(self, blocks_max: int = KNOWN_SUMS_MAX) -> None:
+        self._blocks_max = blocks_max
+        self._sums: dict[int, NDArray[np.uint64]] = {}  # by generation, which no two blocks of a shard share
+        self._lock = threading.Lock()
+
+    def get(self, generation: int) -> NDArray[np.uint64] | None:
+        """The sums of all layers, shape (layers,)."""
+        return self._sums.get(generation)
+
+    def keep(self, generation: int, sums: NDArray[np.uint64]) -> None:
+        """Remember them; the oldest ones are forgotten."""
+        with self._lock:
+            while len(self._sums) >= self._blocks_max:
+                del self._sums[next(iter(self._sums))]
+            self._sums[generation] = sums
+
+
 class DataPort:
     """Accepts connections and keeps the shards' memory mapped."""
 
     def __init__(self, config: DataPortConfig) -> None:
         self.config = config
         self.token_key = bytes.fromhex(config.token_key)
-        self._shared: dict[int, SharedShard] = {}
+        self._shared: dict[int, tuple[SharedShard, KnownSums]] = {}
         self._sharing = threading.Lock()
         self._connections = threading.Semaphore(CONNECTIONS_MAX)
 
@@ -107,8 +132,8 @@ class DataPort:
                 continue
             threading.Thread(target=self._run, args=(sock, f"{address[0]}:{address[1]}"), daemon=True).start()
 
-    def session(self, shard: int) -> LocalSession:
-        """A new session with a shard, over memory that all connections share.
+    def session(self, shard: int) -> tuple[LocalSession, KnownSums]:
+        """A new session with a shard, over memory and sums that all connections share.
 
         Raises:
             Unavailable: no such shard, or it is down.
@@ -121,23 +146,19 @@ class DataPort:
             shared = SharedShard(channel, deadline)
             with self._sharing:
                 known = self._shared.get(shard)
-                if known is not None and known.boot_id == shared.boot_id:
-                    shared = known
-                else:
-                    # First sight of this shard, or it was restarted: its old memory goes with the last connection to
-                    # it.
-                    self._shared[shard] = shared
+                if known is None or known[0].boot_id != shared.boot_id:
+                    # First sight of this shard, or it was restarted: its old memory goes with the last connection.
+                    known = self._shared[shard] = shared, KnownSums()
                     threading.Thread(target=shared.warm_up, args=(threading.Event(),), daemon=True).start()
-            return LocalSession(channel, shared)
+            return LocalSession(channel, known[0]), known[1]
         except BaseException:
             channel.close()
             raise
 
     def _run(self, sock: socket.socket, peer: str) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream = Stream(sock, peer)
         try:
-            with contextlib.closing(stream):
+            with contextlib.closing(Stream(sock, peer)) as stream:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 _Connection(self, stream).serve()
         except KvStoreError:
             pass  # the peer left, was too slow or broke the protocol; its session has ended with the connection
@@ -152,12 +173,13 @@ class _Connection:
         self._port = port
         self._stream = stream
         self._session: LocalSession = cast("LocalSession", None)
+        self._known_sums: KnownSums = cast("KnownSums", None)
         self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
 
     def serve(self) -> None:
         """Authenticate, then answer until the client leaves."""
-        self._session = self._hello()
+        self._session, self._known_sums = self._hello()
         with contextlib.closing(cast("Any", self._session.channel)):
             while True:
                 frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, Deadline(IDLE_TIMEOUT_S))))
@@ -172,7 +194,7 @@ class _Connection:
                         raise  # its payload may not have been read
                     self._reply(frame, str(error).encode(), deadline, _status_of(error))
 
-    def _hello(self) -> LocalSession:
+    def _hello(self) -> tuple[LocalSession, KnownSums]:
         deadline = Deadline(HELLO_TIMEOUT_S)
         frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, deadline)))
         if frame.op != Op.HELLO or frame.body_bytes > HELLO_BYTES_MAX or frame.payload_bytes:
@@ -188,12 +210,12 @@ class _Connection:
             raise ProtocolError(text)
         shard = asked.get("shard")
         try:
-            session = self._port.session(shard if isinstance(shard, int) else -1)
+            session, known_sums = self._port.session(shard if isinstance(shard, int) else -1)
         except Unavailable as error:
             self._reply(frame, str(error).encode(), deadline, Status.BUSY)
             raise
         self._reply(frame, encode_json({"boot_id": session.shared.boot_id}), deadline)
-        return session
+        return session, known_sums
 
     def _handle(self, frame: Frame, body: bytes, deadline: Deadline) -> None:
         match frame.op:
@@ -248,7 +270,7 @@ class _Connection:
             there = there.take(np.flatnonzero(held))
             offsets, generations = there.offsets, there.generations
             self._session.shared.note_use(there.handles)
-            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers, held=True)
+            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
             pool = memoryview(self._session.shared.pool_read_only)
             start, size = first * layer_bytes, (end - first) * layer_bytes
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
@@ -274,7 +296,7 @@ class _Connection:
         places = np.arange(len(rows), dtype=np.int64) * size
         offsets = probe.offsets[rows]
         copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + first * layer_bytes, size)
-        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers, held=False)
+        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers)
         standing = index.unchanged(probe, rows)
         self._session.shared.note_use(probe.handles[rows])
         found[rows[~standing]] = False
@@ -310,25 +332,24 @@ class _Connection:
         layers: int,
         layer_bytes: int,
         wanted: tuple[int, int],
-        *,
-        held: bool,
     ) -> NDArray[np.uint64]:
-        """Sums of the wanted layers. Where the producer left them out they are computed here, and kept if the blocks
-        are held: otherwise the slot may be another block's by now, and we would write into that.
-        """
-        shared = self._session.shared
+        """Sums of the wanted layers: the producer's, or where it left them out, ours."""
+        shared, known = self._session.shared, self._known_sums
         size = layers * layer_bytes
+        first, end = wanted
         trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
-        missing = np.flatnonzero(trailers[:, 0] != generations)
+        sums = trailers[:, 1 + first : 1 + end]
         pool = memoryview(shared.pool_read_only)
-        for row in missing.tolist():
-            offset = int(offsets[row])
-            trailers[row, 1 + wanted[0] : 1 + wanted[1]] = sums_of(
-                pool[offset + wanted[0] * layer_bytes : offset + wanted[1] * layer_bytes], layer_bytes
-            )
-        if held and wanted == (0, layers) and len(missing):
-            write_trailers(shared.pool, offsets[missing], size, generations[missing], trailers[missing, 1:])
-        return trailers[:, 1 + wanted[0] : 1 + wanted[1]]
+        for row in np.flatnonzero(trailers[:, 0] != generations).tolist():
+            offset, generation = int(offsets[row]), int(generations[row])
+            before = known.get(generation)
+            if before is not None:
+                sums[row] = before[first:end]
+                continue
+            sums[row] = sums_of(pool[offset + first * layer_bytes : offset + end * layer_bytes], layer_bytes)
+            if wanted == (0, layers):
+                known.keep(generation, sums[row].copy())
+        return sums
 
     def _remember(self, answer: bytes) -> None:
         rows = decode_rows(answer, RESERVE_ROW, len(answer) // RESERVE_ROW.itemsize)

@@ -298,13 +298,10 @@ class Node:
             shard = ShardHandle(number, config, path)
             self._cleanups.append(shard.stop)
             self._shards.append(shard)
-        for shard in self._shards:
-            shard.child.wait_ready(READY_TIMEOUT_S)
-        for _ in range(config.data_workers):
-            worker = self._start_worker(listener)
-            worker.wait_ready(READY_TIMEOUT_S)
-            self._workers.append(worker)
         self._cleanups.append(self._stop_workers)
+        self._workers += [self._start_worker(listener) for _ in range(config.data_workers)]
+        for child in [*(shard.child for shard in self._shards), *self._workers]:
+            child.wait_ready(READY_TIMEOUT_S)
         service = ControlService(self, config.auth_token, self._version)
         server, self.control_port = serve_control(service, config.endpoint(config.control_port))
         self._cleanups.append(lambda: server.stop(grace=CALLS_GRACE_S).wait())

@@ -111,10 +111,10 @@ class ServerProcess:
         self._reap(pids)
 
     def kill_shard(self, shard: int = 0) -> None:
-        """SIGKILL to one shard, and wait for its end; the node starts it again."""
+        """SIGKILL to one shard, and wait until the node has noticed; it starts the shard again."""
         victim = self.shard_pid(shard)
         os.kill(victim, signal.SIGKILL)
-        _until(lambda: _has_ended(victim), STOP_TIMEOUT_S, f"end of shard {shard}")
+        _until(lambda: not Path(f"/proc/{victim}").exists(), STOP_TIMEOUT_S, f"end of shard {shard}")
 
     def shard_pid(self, shard: int = 0) -> int:
         """Process id of a shard."""
@@ -210,14 +210,6 @@ def _open_files(pid: int) -> set[str]:
             with contextlib.suppress(OSError):
                 files.add(str(link.readlink()))
     return files
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether the kernel has closed all that the process had; its parent may not have noticed yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 def _descendants(pid: int) -> list[int]:

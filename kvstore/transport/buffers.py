@@ -110,7 +110,7 @@ class RegisteredBuffer:
             array = np.asarray(offsets)
         except (TypeError, ValueError) as cause:
             raise UsageError(f"offsets: {type(offsets).__name__} is no array of numbers; {needed}") from cause
-        if array.dtype.kind not in "iu" or array.shape != (count,):
+        if array.shape != (count,) or (count and array.dtype.kind not in "iu"):
             raise UsageError(f"offsets of shape {array.shape} and dtype {array.dtype}: {needed}")
         array = array.astype(np.int64)
         if count and (array.min() < 0 or int(array.max()) + size_bytes > self.nbytes):

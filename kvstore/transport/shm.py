@@ -363,13 +363,15 @@ class SharedMemoryLink:
         self._shared.note_use(probe.handles[there])
         good = there[standing]
         if self._checksums:
-            good = good[self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)]
+            matching = self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)
+            if not matching.all():
+                # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
+                self.delete(keys[rows[good[~matching]]], deadline.left_s())
+            good = good[matching]
         return rows[good], rows[there[~standing]], cold
 
     def _promote(self, keys: Keys, deadline: Deadline) -> None:
-        """Have blocks brought back from the SSD, and wait for it: over a session of its own, so that other calls
-        don't.
-        """
+        """Have blocks brought back from the SSD, and wait: over a session of its own, so that other calls don't."""
         with self._promoting:
             if self._promotions is None or not self._promotions.channel.usable:
                 self._promotions = ShardCalls(connect_local(self._socket_path, deadline))

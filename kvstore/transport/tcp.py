@@ -136,7 +136,13 @@ class TcpLink:
         for first in range(0, len(keys), each):
             part = np.arange(first, min(first + each, len(keys)))
             with self._exchange(deadline) as exchange:
-                filled[part] = self._fetch(exchange, keys[part], into.take(part), layers)
+                found, matching = self._fetch(exchange, keys[part], into.take(part), layers)
+            filled[part[found[matching]]] = True
+            damaged = part[found[~matching]]
+            if len(damaged):
+                # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
+                self.meter.add(checksum_failures=len(damaged))
+                self.delete(keys[damaged], deadline.left_s())
         good = int(np.count_nonzero(filled))
         size = (layers[1] - layers[0]) * self._opened().layer_bytes
         self.meter.add(read_blocks=good, read_bytes=good * size)
@@ -191,7 +197,10 @@ class TcpLink:
         for channel in idle:
             channel.close()
 
-    def _fetch(self, exchange: Exchange, keys: Keys, into: Blocks, layers: tuple[int, int]) -> Mask:
+    def _fetch(
+        self, exchange: Exchange, keys: Keys, into: Blocks, layers: tuple[int, int]
+    ) -> tuple[NDArray[np.int64], Mask]:
+        """Rows that were received, and which of them match their sums."""
         namespace = self._opened()
         size = (layers[1] - layers[0]) * namespace.layer_bytes
         exchange.send(Op.FETCH, KeyRequest(self._number, keys, layers=layers).encode())
@@ -201,9 +210,7 @@ class TcpLink:
         sums = decode_rows(body, U64, len(found) * (layers[1] - layers[0]), offset=answer.nbytes)
         if frame.payload_bytes != len(found) * size or (answer["bytes"][found] != size).any():
             raise ProtocolError(f"{len(found)} blocks of {size} bytes were announced with {frame.payload_bytes} bytes")
-        filled = np.zeros(len(keys), dtype=np.bool_)
-        filled[found] = self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
-        return filled
+        return found, self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
 
     def _receive(
         self, exchange: Exchange, rows: NDArray[np.int64], into: Blocks, size: int, sums: NDArray[np.uint64]
@@ -226,7 +233,6 @@ class TcpLink:
                 exchange_into(piece)
                 if sums_of(piece, layer_bytes) != expected_sums[layer : layer + step]:
                     matching[first] = False
-        self.meter.add(checksum_failures=int(np.count_nonzero(~matching)))
         return matching
 
     def _store(self, exchange: Exchange, keys: Keys, blocks: Blocks) -> U8:

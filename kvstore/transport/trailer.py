@@ -7,8 +7,7 @@ generation                    uint64   the entry that the sums belong to: sums o
 sums                          layers x uint64
 ```
 
-A producer that writes through shared memory may leave the sums out; whoever first sends the block over a wire fills
-them in.
+A producer that writes through shared memory may leave the sums out; the data port then computes them for itself.
 """
 
 from __future__ import annotations

@@ -106,6 +106,8 @@ def test_an_empty_batch_is_answered_with_nothing(client: kvstore.Client) -> None
     assert (client.put(none, empty).stored, client.put(none, []).bytes) == (0, 0)
     assert (client.get(none).blocks, client.get(none).hit_blocks) == ([], 0)
     assert client.get_into(none, empty).bytes == client.get_into(none, []).hit_blocks == 0
+    registered = client.register(bytearray(8))
+    assert client.get_into(none, registered, offsets=[]).bytes == client.put(none, registered, offsets=[]).bytes == 0
     assert (client.delete(none), client.pin(none), client.unpin(none), client.prefetch(none)) == (0, 0, 0, 0)
     with client.view(none) as view:
         assert (len(view), view.hit_blocks) == (0, 0)

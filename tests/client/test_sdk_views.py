@@ -169,10 +169,10 @@ def test_a_view_of_a_closed_client_has_no_lease_any_more(connect: Connect, trans
             pass
 
 
-def test_thousands_of_views_leave_no_lease_behind(store: ServerProcess) -> None:
+def test_hundreds_of_views_leave_no_lease_behind(store: ServerProcess) -> None:
     with kvstore.connect(store.address, namespace=space(), transport="shm") as client:
         keys, _ = stored(client, 2)
-        for _ in range(2000):
+        for _ in range(600):
             with client.view(keys) as view:
                 assert view.hit_blocks == 2
         until(lambda: total(store, "gauges", "leases_now") == 0, what="leases given back")
@@ -211,14 +211,15 @@ def test_with_checksums_a_damaged_block_is_a_miss_over_either_transport(store: S
         assert writer.get(keys).hit_blocks == 3
         damage(store, keys[1:2])
         with kvstore.connect(store.address, namespace=space(), transport=transport, checksums=True) as reader:
+            layers = np.zeros((3, 4096), dtype=np.uint8)
+            assert reader.get_into(keys, layers, layers=(1, 2)).hit_blocks == 3  # that layer is whole
             got = reader.get(keys)
             assert got.ok.tolist() == [True, False, True]
             np.testing.assert_array_equal(got.blocks[2], data[2])
+            assert sum(link["checksum_failures"] for link in reader.stats()["links"]) == 1
             assert [reader.get(keys[row : row + 1]).hit_blocks for row in range(3)] == [1, 0, 1]
-            layers = np.zeros((3, 4096), dtype=np.uint8)
-            assert reader.get_into(keys, layers, layers=(0, 1)).ok.tolist() == [True, False, True]
-            assert reader.get_into(keys, layers, layers=(1, 2)).hit_blocks == 3  # that layer is whole
-            assert sum(link["checksum_failures"] for link in reader.stats()["links"]) == 3
+            assert writer.put(keys, data).stored == 1  # the damaged block is gone, and can be written again
+            assert reader.get(keys).hit_blocks == 3
 
 
 def test_without_checksums_a_put_leaves_them_out_and_a_verifying_reader_takes_the_block(store: ServerProcess) -> None:
@@ -231,21 +232,17 @@ def test_without_checksums_a_put_leaves_them_out_and_a_verifying_reader_takes_th
         assert sum(link["checksum_failures"] for link in reader.stats()["links"]) == 0
 
 
-def test_sums_that_the_data_port_filled_in_are_verified_over_shared_memory(store: ServerProcess) -> None:
+def test_what_was_put_over_tcp_is_verified_over_shared_memory(store: ServerProcess) -> None:
     with (
-        kvstore.connect(store.address, namespace=space(), transport="shm", checksums=True) as shared,
+        kvstore.connect(store.address, namespace=space(), transport="tcp") as writer,
+        kvstore.connect(store.address, namespace=space(), transport="shm", checksums=True) as verifying,
         kvstore.connect(store.address, namespace=space(), transport="shm") as careless,
-        kvstore.connect(store.address, namespace=space(), transport="tcp") as remote,
     ):
-        keys, _ = stored(careless, 2)
-        assert remote.get(keys).hit_blocks == 2
-        damage(store, keys[:1])
-        assert shared.get(keys).ok.tolist() == [False, True]
-        assert careless.get(keys).hit_blocks == 2
-        over_tcp, _ = stored(remote, 1)
-        assert shared.get(over_tcp).hit_blocks == 1
-        damage(store, over_tcp)
-        assert shared.get(over_tcp).hit_blocks == 0
+        keys, _ = stored(writer, 3)
+        assert verifying.get(keys).hit_blocks == 3
+        damage(store, keys[1:2])
+        assert careless.get(keys).hit_blocks == 3
+        assert verifying.get(keys).ok.tolist() == [True, False, True]
 
 
 def total(store: ServerProcess, kind: str, name: str) -> int:

@@ -177,6 +177,7 @@ class SlowWriter(IndexWriter):
         table.tags.reshape(-1)[places] = tags_of(entries[:, Word.KEY_LO])
         for word in self.random.permutation(8).tolist():
             table.entries[places, word] = entries[:, word]
+            os.sched_yield()  # let the readers look
 
 
 @dataclass(frozen=True, slots=True)

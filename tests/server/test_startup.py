@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,25 +116,6 @@ def test_a_damaged_node_file_is_named_with_what_to_do(folder: Path, text: str) -
     assert (data / "node.json").read_text() == text
 
 
-def listening(pids: list[int]) -> set[str]:
-    """Local addresses, as the kernel writes them, of the listening TCP sockets of these processes."""
-    inodes: set[str] = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
-    found: set[str] = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].rpartition(":")[0])
-    return found
-
-
-LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-
-
 # --- one server, with two workers -------------------------------------------------------------------------------------
 
 
@@ -164,11 +145,6 @@ def test_several_data_workers_share_the_port(running: ServerProcess) -> None:
         client.close()
 
 
-def test_only_loopback_listens_unless_told_otherwise(running: ServerProcess) -> None:
-    assert listening(running.pids()) <= LOOPBACK
-    assert len(listening(running.pids())) > 0
-
-
 def test_an_ipv6_address_is_listened_on_and_written_in_brackets() -> None:
     with contextlib.closing(socket.socket(socket.AF_INET6)) as probe:
         try:
@@ -185,76 +161,41 @@ def test_an_ipv6_address_is_listened_on_and_written_in_brackets() -> None:
                 assert client.get(keys).hit_blocks == 10
 
 
-# --- one server with two lives: the first ends by SIGKILL to all its processes, the second by Ctrl-C ------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Lives:
-    """What was seen of it."""
-
-    status: list[dict[str, Any]]  # in each life
-    schemes: list[kvstore.KeyScheme]
-    sockets: list[set[str]]  # in the first life, after it, in the second, after it
-    shared_files: list[set[str]]  # of /dev/shm, before and after
-    code: int
+# --- one server with two lives ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def lives() -> Iterator[Lives]:
-    seen = Lives([], [], [], [names(SHARED_FILES)], 0)
+def lives() -> Iterator[list[Life]]:
+    """The first ends by Ctrl-C, the second too."""
+    with tempfile.TemporaryDirectory(prefix="kvs-") as name:
+        server = ServerProcess(dram="16MiB", folder=Path(name))
+        yield [life(server), life(server)]
 
-    def look(server: ServerProcess) -> None:
-        with kvstore.connect(server.address, namespace=NAMESPACE) as client:
-            seen.status.append(server.status())
-            seen.schemes.append(client.scheme)
-            seen.sockets.append(names(server.runtime_dir))
-            keys = client.keys(np.arange(40, dtype=np.int32))
-            assert client.put(keys, np.zeros((10, 64), dtype=np.uint8)).stored == 10
 
-    with tempfile.TemporaryDirectory(prefix="kvs-") as name, socket.socket(socket.AF_UNIX) as stranger:
-        (Path(name) / "run").mkdir()
-        stranger.bind(str(Path(name) / "run" / STRANGER))
-        stranger.listen()
-        server = ServerProcess(dram="16MiB", shards=2, folder=Path(name)).start()
-        look(server)
-        server.kill_all()
-        seen.sockets.append(names(server.runtime_dir))
-        server.start()
-        look(server)
-        session = server.pid
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What was seen in it."""
+
+    status: dict[str, Any]
+    scheme: kvstore.KeyScheme
+    code: int
+
+
+def life(server: ServerProcess) -> Life:
+    with server, kvstore.connect(server.address, namespace=NAMESPACE) as client:
+        status, scheme, session = server.status(), client.scheme, server.pid
         os.kill(server.pid, signal.SIGINT)
-        until(lambda: not members(session), what="the end of all processes")
-        code = server.stop()
-        seen.sockets.append(names(server.runtime_dir))
-        seen.shared_files.append(names(SHARED_FILES))
-        yield replace(seen, code=code)
+        until(lambda: not members(session), what="the end of all its processes")
+        return Life(status, scheme, server.stop())
 
 
-SHARED_FILES = Path("/dev/shm")
-STRANGER = "shard-0-1-alive.sock"
+def test_a_restart_keeps_identity_and_key_scheme_and_counts_its_starts(lives: list[Life]) -> None:
+    first, second = lives
+    assert first.status["node_id"] == second.status["node_id"]
+    assert first.status["boot_id"] != second.status["boot_id"]
+    assert (first.status["epoch"], second.status["epoch"]) == (1, 2)
+    assert first.scheme == second.scheme
 
 
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def test_a_restart_keeps_identity_and_key_scheme_and_counts_its_starts(lives: Lives) -> None:
-    first, second = lives.status
-    assert first["node_id"] == second["node_id"]
-    assert first["boot_id"] != second["boot_id"]
-    assert (first["epoch"], second["epoch"]) == (1, 2)
-    assert lives.schemes[0] == lives.schemes[1]
-
-
-def test_sockets_of_a_server_that_was_killed_are_removed_at_the_next_start_and_others_are_not(lives: Lives) -> None:
-    in_first, after_kill, in_second, _ = lives.sockets
-    assert len(in_first) == len(in_second) == 3
-    assert after_kill == in_first
-    assert in_first & in_second == {STRANGER}
-
-
-def test_a_server_that_is_stopped_leaves_no_process_no_socket_and_no_shared_file(lives: Lives) -> None:
-    assert lives.code == 0
-    assert lives.sockets[3] == {STRANGER}
-    fresh = lives.shared_files[1] - lives.shared_files[0]
-    assert not [name for name in fresh if "kvs" in name]
+def test_ctrl_c_is_a_clean_end(lives: list[Life]) -> None:
+    assert [one.code for one in lives] == [0, 0]

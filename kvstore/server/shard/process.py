@@ -42,6 +42,8 @@ from kvstore.wire.messages import (
 
 _ATTACH = int(Op.ATTACH)
 SESSIONS_MAX = 4096
+LABEL_CHARS_MAX = 200
+NAMESPACES_TOLD_MAX = 256  # the largest ones: an answer has to fit into one message
 BACKLOG_BYTES_MAX = 8 << 20  # unread replies; a client that lets more pile up is disconnected
 TICK_S = 0.1
 BOARD_SCAN_S = 1.0
@@ -343,7 +345,7 @@ class ShardServer:
             "bytes": shard.accounting(),
             "gauges": {**shard.gauges(), "sessions": self._connections},
             "counters": asdict(shard.counters),
-            "namespaces": shard.namespaces(),
+            "namespaces": sorted(shard.namespaces(), key=lambda space: -int(space["bytes"]))[:NAMESPACES_TOLD_MAX],
             **({} if self._disk is None else {"disk": self._disk.stats()}),
         }
 
@@ -438,13 +440,18 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
             digest=bytes.fromhex(description["digest"]),
             layers=int(description["layers"]),
             layer_bytes=int(description["layer_bytes"]),
-            label=str(description.get("label", ""))[:200],
+            label=_printable(str(description.get("label", ""))[:LABEL_CHARS_MAX]),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as cause:  # JSON knows infinity
         raise UsageError("a namespace is announced as digest (hex), layers, layer_bytes, label") from cause
     if len(info.digest) != 16 or not 1 <= info.layers <= 4096 or info.layer_bytes < 1:
         raise UsageError("a namespace has a digest of 16 bytes, 1 to 4096 layers and at least one byte per layer")
     return info
+
+
+def _printable(text: str) -> str:
+    """One line that can be encoded: JSON knows line breaks and halves of characters."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 class IndexMemory:

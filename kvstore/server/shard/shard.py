@@ -455,7 +455,9 @@ class Shard:
         return committed.astype(np.uint8)
 
     def flush(self, digest: bytes) -> int:
-        """Remove every block of a namespace (empty digest: of all); how many. With an SSD tier, `flush_on_disk` follows."""
+        """Remove every block of a namespace (empty digest: of all); how many. With an SSD tier, `flush_on_disk`
+        follows.
+        """
         handles = self.blocks.select(Life.RESERVED, Life.COMMITTED, Life.ON_DISK, Life.LOADING)
         if digest:
             handles = handles[self.blocks.namespace[handles] == self._namespace_ids.get(digest, NAMESPACES_MAX)]

@@ -404,6 +404,7 @@ class MessageReader:
 
 
 def _frame(op: int, request: int, body: bytes) -> bytes:
+    assert len(body) <= BODY_BYTES_MAX, "the sender cuts what is too much for one message"
     return _HEAD.pack(op, request, len(body)) + body
 
 

@@ -16,7 +16,7 @@ from kvstore.server.tiers.disk.messages import Flushed, Gone, Loaded, Removed, S
 from tests.server.tiers.disk.rig import DIGEST, key_of, keys_of
 from tests.server.tiers.disk.shard_end import ShardEnd
 
-KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "24"))
+KILLS = int(os.environ.get("KVSTORE_TEST_KILLS", "16"))
 BLOCKS = 600
 GROUP = 6
 LANES = 8  # groups in flight

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.core.errors import ConfigError, ProtocolError
-from kvstore.server.tiers.disk.catalog import Batch, Catalog
+from kvstore.server.tiers.disk.catalog import Batch, Catalog, CatalogDamagedError
 from kvstore.server.tiers.disk.files import SystemFiles
 from kvstore.server.tiers.disk.messages import LOAD_ROW, Load, Loaded, LoadStatus, Removed, Stored, StoreStatus
 from kvstore.testing.disk_faults import FaultyFiles
@@ -423,6 +423,29 @@ def test_a_damaged_catalog_is_set_aside_and_nothing_wrong_is_served(
     last = Rig(crashed)
     assert last.load(range(100, 110)) == [OK] * 10
     last.close()
+
+
+def test_damage_found_while_serving_drops_everything_and_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(tmp_path)
+    rig.store(range(20))
+
+    def fail(self: Catalog, sequences: object) -> list[bytes | None]:
+        raise CatalogDamagedError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Catalog, "sums", fail)
+        assert rig.load(range(20)) == [MISS] * 20
+    assert sorted(rig.gone) == sorted(map(key_of, range(20)))
+    assert rig.load([1]) == [MISS]
+    assert rig.store(range(10)) == [DURABLE] * 10
+    rig.close()
+    again = Rig(tmp_path)
+    assert sorted(again.scanned) == sorted(map(key_of, range(10)))
+    assert again.load(range(20)) == [OK] * 10 + [MISS] * 10
+    assert again.stats()["disk_bytes"] == disk_usage(tmp_path)
+    again.close()
 
 
 def test_a_catalog_that_can_not_be_written_fails_stores_and_forgets_no_remove(

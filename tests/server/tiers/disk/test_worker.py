@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 
 from kvstore.core.errors import ProtocolError, Unavailable
+from kvstore.core.keys import KEY_DTYPE
 from kvstore.server.tiers.disk.client import DiskLink
+from kvstore.server.tiers.disk.commits import GONE_MAX
 from kvstore.server.tiers.disk.engine import DiskTier
 from kvstore.server.tiers.disk.files import SystemFiles
 from kvstore.server.tiers.disk.messages import (
+    BLOCKS_MAX,
     BODY_BYTES_MAX,
     LOAD_ROW,
+    SCANNED_BLOCK,
+    SCANNED_NAMESPACE,
     STORE_ROW,
     Gone,
     Load,
@@ -37,6 +42,8 @@ from kvstore.server.tiers.disk.messages import (
     encode_request,
 )
 from kvstore.server.tiers.disk.process import DiskWorker
+from kvstore.server.tiers.disk.scan import SCAN_PIECE
+from kvstore.server.tiers.disk.stores import NUMBERS_MAX
 from kvstore.testing.disk_faults import FaultyFiles
 from kvstore.transport.memory import private_arena
 from tests.server.tiers.disk.rig import DIGEST, keys_of
@@ -234,9 +241,7 @@ def test_a_body_over_the_limit_is_refused() -> None:
 
 
 def test_the_largest_messages_fit() -> None:
-    from kvstore.server.tiers.disk.messages import BLOCKS_MAX, SCANNED_BLOCK, SCANNED_NAMESPACE
-
     encode_request(1, Load(np.zeros(BLOCKS_MAX, LOAD_ROW)))
-    scanned = Scanned(1, np.zeros(4096, SCANNED_NAMESPACE), np.zeros(BLOCKS_MAX, SCANNED_BLOCK), complete=False)
-    assert len(scanned.encode()) <= BODY_BYTES_MAX
-    assert len(Load(np.zeros(BLOCKS_MAX, LOAD_ROW)).encode()) <= BODY_BYTES_MAX
+    namespaces = np.zeros(NUMBERS_MAX, SCANNED_NAMESPACE)
+    encode_answer(Scanned(1, namespaces, np.zeros(SCAN_PIECE, SCANNED_BLOCK), complete=False))
+    encode_answer(Gone(np.zeros(GONE_MAX, KEY_DTYPE)))
