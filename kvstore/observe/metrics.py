@@ -33,6 +33,19 @@ _HELP = {
 }
 
 
+_DISK_HELP = {
+    "written_behind_blocks": "blocks copied to the SSD",
+    "skipped_write_behind_blocks": "blocks not copied because the queue was full",
+    "failed_write_behind_blocks": "blocks that the SSD refused",
+    "demoted_blocks": "blocks that left DRAM and stay on the SSD",
+    "promoted_blocks": "blocks brought back from the SSD",
+    "failed_promotions": "blocks that could not be read from the SSD (read as misses)",
+    "refused_promotions": "blocks not brought back: no slot, or too many under way (read as misses)",
+    "found_blocks": "blocks found on the SSD after a start",
+    "lost_blocks": "blocks that the SSD gave up: evicted there, or unreadable",
+}
+
+
 class _ShardMetrics:
     """Collects from the answers of one moment."""
 
@@ -47,6 +60,11 @@ class _ShardMetrics:
             counter = CounterMetricFamily(f"kvstore_{name}", text, labels=["shard"])
             for shard in self._shards:
                 counter.add_metric([str(shard["shard"])], shard["counters"][name])
+            yield counter
+        for name, text in _DISK_HELP.items():
+            counter = CounterMetricFamily(f"kvstore_disk_{name}", text, labels=["shard"])
+            for shard in self._shards:
+                counter.add_metric([str(shard["shard"])], shard.get("disk", {}).get("counters", {}).get(name, 0))
             yield counter
         pool = GaugeMetricFamily("kvstore_pool_bytes", "bytes of the DRAM pool by use", labels=["shard", "use"])
         warm = GaugeMetricFamily("kvstore_warm_bytes", "bytes of the pool present in memory", labels=["shard"])

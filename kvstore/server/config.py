@@ -24,6 +24,7 @@ CHUNKS_MIN = 8
 DRAM_BYTES_MIN = 256 << 20
 DISK_BYTES_MIN = 64 << 20
 DISK_BYTES_MAX = 64 << 30  # unless told otherwise
+_NOT_GIVEN = -1
 ADMISSIONS = ("always", "second", "never")
 SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
@@ -93,7 +94,7 @@ class ServerConfig:
         metadata={"help": "unit that the pool is divided in, and the largest block", "size": True},
     )
     disk: int = field(
-        default=-1,
+        default_factory=lambda: _NOT_GIVEN,
         metadata={
             "help": "SSD tier of all shards together, in data_dir; 0: none; a quarter of the free space, at most 64GiB, "
             "unless given",
@@ -134,7 +135,7 @@ class ServerConfig:
         least = self.shards * CHUNKS_MIN * _MIB
         if self.dram < least:
             raise ConfigError(f"dram={format_size(self.dram)}: at least {format_size(least)} for {self.shards} shards")
-        if self.disk == -1:
+        if self.disk == _NOT_GIVEN:
             object.__setattr__(self, "disk", _default_disk(self.data_dir))
         if 0 < self.disk < self.shards * DISK_BYTES_MIN:
             raise ConfigError(
