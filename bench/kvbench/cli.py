@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvbench import index, report, transfer
+from kvbench import disk, index, replay, report, transfer
 from kvbench.errors import BenchError
 from kvbench.plan import (
     ALL_OPS,
@@ -26,10 +27,13 @@ from kvbench.plan import (
     crossed_cases,
     default_cases,
 )
-from kvbench.plot import plot_index, plot_transfer, require_plot
+from kvbench.plot import plot_disk, plot_index, plot_replay, plot_transfer, require_plot
 from kvbench.progress import progress
+from kvbench.replay import POLICIES
+from kvbench.trace import read_trace
 from kvstore.core.errors import KvStoreError, UsageError
 from kvstore.core.sizes import format_size, parse_size
+from kvstore.server.config import ADMISSIONS
 
 _EXIT_WRONG = 1  # the run failed, or content was wrong
 _EXIT_USAGE = 2
@@ -79,6 +83,49 @@ _INDEX_EXAMPLES = """\
 examples:
   kvbench index                 1,000,000 keys, batches of 1, 64 and 1,024
   kvbench index --keys 100000 --batch 256 --json index.json --plot index.png
+"""
+
+_DISK_DESCRIPTION = """\
+How fast blocks reach the SSD tier and come back.
+
+A server with a small DRAM tier and an SSD tier is started in a new folder inside --dir, which is removed
+at the end; about 1.6GiB of disk are used. Each operation is timed in alternation with direct file I/O of
+the same shape in the same folder: as many blocks of the same size, one read or write each, by several
+threads, into a preallocated file, synced after the writes. Times and percentiles are per call, of one batch.
+
+write      put until everything is durable: payload, then catalog, synced
+read_cold  get_into of blocks that are on the SSD only; the server counts how many really came from there
+read_warm  get_into of blocks that are in DRAM too; its limit is one thread's memcpy
+mixed      one batch is written while another one is read cold
+
+All content is compared outside of the timed parts: each page's stamp of every read, every byte in the
+first round and once at the end.
+"""
+
+_DISK_EXAMPLES = """\
+examples:
+  kvbench disk                                    1MiB and 4MiB blocks, in under a minute
+  kvbench disk --dir /mnt/nvme --json disk.json --plot disk.png
+  kvbench disk --sizes 256KiB,16MiB --footprint 3GiB --seconds 5
+"""
+
+_REPLAY_DESCRIPTION = """\
+What a cache of limited size is worth on real requests.
+
+Each prompt of a trace is looked up in the real service, the leading hits are read and every byte of them
+is compared, and the prompt's blocks are put in prefix order, what is there counting as used. Each row has
+a server of its own, whose DRAM tier has room for exactly that many blocks. Hit rates are shares of all
+block references that were read as part of a leading run; the limit is a cache that forgets nothing.
+
+Traces: Mooncake's, one JSON object a line with hash_ids, 512 tokens each. Without a capacity: 2, 5, 10 and
+25 % of the trace's distinct blocks, and all of them.
+"""
+
+_REPLAY_EXAMPLES = """\
+examples:
+  kvbench replay --trace mooncake_conversation_trace.jsonl --json replay.json
+  kvbench replay --trace mooncake_synthetic_trace.jsonl --capacity-fraction 0.1 --policy lru s3fifo reuse
+  kvbench replay --trace mooncake_synthetic_trace.jsonl --capacity-blocks 2000,4000 --disk 256MiB
 """
 
 ValueT = TypeVar("ValueT")
@@ -139,6 +186,48 @@ def _run_index(options: argparse.Namespace) -> int:
     return _verdict(options, checked=value["checked"])
 
 
+def _run_disk(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    plan = disk.DiskPlan(
+        sizes=options.sizes,
+        footprint_bytes=options.footprint,
+        seconds=options.seconds,
+        seed=options.seed,
+        folder=options.dir,
+    )
+    with progress(len(plan.sizes) * len(disk.DiskOp)) as shown:
+        rows = disk.run_disk(plan, note=shown.note, step=shown.step)
+    report.print_disk(rows)
+    value = report.disk_json(rows, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_disk(plot_path, rows)
+    return _verdict(options, checked=value["checked"])
+
+
+def _run_replay(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    trace = read_trace(options.trace, requests_max=options.limit_requests)
+    plan = replay.ReplayPlan(
+        capacities=replay.capacities_of(trace, options.capacity_blocks or (), options.capacity_fraction or ()),
+        policies=tuple(dict.fromkeys(options.policy)),
+        block_bytes=options.block_bytes,
+        disk_bytes=options.disk,
+        admission=options.admission,
+        seed=options.seed,
+    )
+    with progress(len(plan.capacities) * len(plan.policies)) as shown:
+        rows = replay.run_replay(trace, plan, note=shown.note, step=shown.step, part=shown.part)
+    report.print_replay(rows)
+    value = report.replay_json(rows, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_replay(plot_path, rows)
+    return _verdict(options, checked=value["checked"])
+
+
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
     given = (options.ops, options.transport, options.sizes, options.batch)
     if all(flag is None for flag in given):
@@ -195,6 +284,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, summary, description, examples, add_flags in (
         ("transfer", "how fast blocks move", _TRANSFER_DESCRIPTION, _TRANSFER_EXAMPLES, _add_transfer_flags),
         ("index", "how fast keys are found", _INDEX_DESCRIPTION, _INDEX_EXAMPLES, _add_index_flags),
+        ("disk", "how fast blocks reach the SSD and come back", _DISK_DESCRIPTION, _DISK_EXAMPLES, _add_disk_flags),
+        ("replay", "what a cache is worth on a trace", _REPLAY_DESCRIPTION, _REPLAY_EXAMPLES, _add_replay_flags),
     ):
         command = commands.add_parser(
             name,
@@ -244,7 +335,8 @@ def _add_transfer_flags(parser: argparse.ArgumentParser) -> None:
         help="bytes that each side of a copy walks through; below a few times the last-level cache the numbers are the "
         f"cache's (default: {format_size(DEFAULT_FOOTPRINT_BYTES)})",
     )
-    _add_common(parser, seconds=DEFAULT_SECONDS)
+    _add_seconds(parser, DEFAULT_SECONDS)
+    _add_common(parser)
 
 
 def _add_index_flags(parser: argparse.ArgumentParser) -> None:
@@ -263,10 +355,85 @@ def _add_index_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help=f"keys per probe (default: {','.join(map(str, index.DEFAULT_BATCHES))})",
     )
-    _add_common(parser, seconds=index.DEFAULT_SECONDS)
+    _add_seconds(parser, index.DEFAULT_SECONDS)
+    _add_common(parser)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, seconds: float) -> None:
+def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_disk)
+    parser.add_argument(
+        "--sizes",
+        type=_list(_size),
+        default=disk.DEFAULT_SIZES,
+        metavar="SIZE,...",
+        help=f"block sizes (default: {','.join(map(format_size, disk.DEFAULT_SIZES))})",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        metavar="DIR",
+        help="folder on the disk to measure (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--footprint",
+        type=_size,
+        default=disk.DEFAULT_FOOTPRINT_BYTES,
+        metavar="SIZE",
+        help="bytes of blocks that each operation walks through; the DRAM tier has a third of it, and three times as much "
+        f"disk is used (default: {format_size(disk.DEFAULT_FOOTPRINT_BYTES)})",
+    )
+    _add_seconds(parser, disk.DEFAULT_SECONDS)
+    _add_common(parser)
+
+
+def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_replay)
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a Mooncake trace (.jsonl)")
+    parser.add_argument(
+        "--capacity-blocks", type=_list(_positive), metavar="N,...", help="blocks that the DRAM tier has room for"
+    )
+    parser.add_argument(
+        "--capacity-fraction",
+        type=_list(_fraction),
+        metavar="X,...",
+        help="the same as a share of the trace's distinct blocks; 1: all of them",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        choices=POLICIES,
+        default=list(POLICIES[:1]),
+        metavar="P",
+        help=f"eviction policies, of {', '.join(POLICIES)} (default: {POLICIES[0]})",
+    )
+    parser.add_argument(
+        "--block-bytes",
+        type=_size,
+        default=replay.DEFAULT_BLOCK_BYTES,
+        metavar="SIZE",
+        help="size of a block in the server: small ones, for it is hits that are measured "
+        f"(default: {format_size(replay.DEFAULT_BLOCK_BYTES)})",
+    )
+    parser.add_argument(
+        "--disk",
+        type=_size,
+        default=0,
+        metavar="SIZE",
+        help="SSD tier below the DRAM tier, in the temporary folder (default: none)",
+    )
+    parser.add_argument(
+        "--admission",
+        choices=ADMISSIONS,
+        default=replay.DEFAULT_ADMISSION,
+        metavar="A",
+        help=f"what is written to it, of {', '.join(ADMISSIONS)} (default: %(default)s)",
+    )
+    parser.add_argument("--limit-requests", type=_positive, metavar="N", help="only the first N requests")
+    _add_common(parser)
+
+
+def _add_seconds(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument(
         "--seconds",
         type=_seconds,
@@ -274,6 +441,9 @@ def _add_common(parser: argparse.ArgumentParser, *, seconds: float) -> None:
         metavar="S",
         help="time for each row of the table (default: %(default)s)",
     )
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=_seed, default=0, metavar="N", help="what keys and content follow from (default: %(default)s)"
     )
@@ -311,6 +481,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number from 1")
     return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: more than 0, at most 1")
+    return fraction
 
 
 def _seed(text: str) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from kvbench.disk import DiskRow
 from kvbench.index import IndexResult
 from kvbench.plan import Op
+from kvbench.replay import ReplayRow
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.sizes import format_size
@@ -57,6 +59,54 @@ def plot_index(path: Path, result: IndexResult) -> None:
     panel.set_xlabel("keys per probe")
     panel.set_ylabel("million keys/s (median)")
     panel.set_title(f"kvbench index: {result.resident_keys:,} keys, {result.bytes_per_entry:.0f} bytes an entry")
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend()
+    _save(plt, figure, path)
+
+
+def plot_disk(path: Path, rows: Sequence[DiskRow]) -> None:
+    """GiB/s by block size, a panel for the SSD and one for DRAM, one line an operation and its limit dashed."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(13, 4.8))
+    warm = {True: "from DRAM", False: "to and from the SSD"}
+    for panel, is_warm in zip(panels, (False, True), strict=True):
+        mine = [row for row in rows if (row.limit == "memcpy") is is_warm]
+        sizes = sorted({row.block_bytes for row in mine})
+        for number, op in enumerate(dict.fromkeys(row.op for row in mine)):
+            line = sorted((row for row in mine if row.op == op), key=lambda row: row.block_bytes)
+            at, colour = [row.block_bytes for row in line], f"C{number}"
+            panel.plot(at, [row.gib_s for row in line], "o-", color=colour, label=op)
+            limit = f"limit of {op}: {line[0].limit}"
+            panel.plot(at, [row.limit_gib_s for row in line], "--", color=colour, alpha=0.5, label=limit)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, [format_size(size) for size in sizes])
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("block size")
+        panel.set_title(warm[is_warm])
+        panel.grid(visible=True, alpha=0.3)
+        panel.legend(fontsize=8)
+    panels[0].set_ylabel("GiB/s of payload (median)")
+    figure.suptitle("kvbench disk: content checked, limits measured in alternation")
+    _save(plt, figure, path)
+
+
+def plot_replay(path: Path, rows: Sequence[ReplayRow]) -> None:
+    """Hit rate by capacity, one line a policy, and what a cache that forgets nothing would hit."""
+    plt = _pyplot()
+    figure, panel = plt.subplots(figsize=(6.5, 4.8))
+    for policy in dict.fromkeys(row.policy for row in rows):
+        line = sorted((row for row in rows if row.policy == policy), key=lambda row: row.capacity_blocks)
+        at = [row.capacity_blocks / row.distinct_blocks * 100 for row in line]
+        panel.plot(at, [row.hit_rate_blocks for row in line], "o-", label=policy)
+    panel.axhline(rows[0].limit_hit_rate, linestyle="--", color="tab:gray", label="forgets nothing")
+    panel.set_xscale("log")
+    ticks = sorted({round(row.capacity_blocks / row.distinct_blocks * 100, 3) for row in rows})
+    panel.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel("capacity, % of distinct blocks")
+    panel.set_ylabel("share of blocks hit as a prefix")
+    panel.set_title(f"kvbench replay: {rows[0].trace}")
     panel.grid(visible=True, alpha=0.3)
     panel.legend()
     _save(plt, figure, path)

@@ -21,6 +21,10 @@ class Progress(Protocol):
         """One step is done; `text` is its outcome."""
         ...
 
+    def part(self, share: float) -> None:
+        """So much of the current step is done."""
+        ...
+
 
 @contextmanager
 def progress(total: int) -> Iterator[Progress]:
@@ -48,6 +52,9 @@ class PlainLines:
         self._done += 1
         print(f"[{self._done}/{self._total}] {text}", file=sys.stderr, flush=True)
 
+    def part(self, share: float) -> None:
+        """Nothing: a log wants whole steps."""
+
 
 @contextmanager
 def _rich_bar(total: int) -> Iterator[Progress]:
@@ -63,10 +70,17 @@ def _rich_bar(total: int) -> Iterator[Progress]:
         task = bar.add_task("starting", total=total)
 
         class Bar:
+            def __init__(self) -> None:
+                self._done = 0
+
             def note(self, text: str) -> None:
                 bar.update(task, description=text)
 
             def step(self, text: str) -> None:
-                bar.update(task, description=text, advance=1)
+                self._done += 1
+                bar.update(task, description=text, completed=self._done)
+
+            def part(self, share: float) -> None:
+                bar.update(task, completed=self._done + share)
 
         yield Bar()

@@ -22,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from kvbench.disk import DiskRow
 from kvbench.index import IndexResult, IndexRow
 from kvbench.memory import memory_bytes
 from kvbench.plan import Op
+from kvbench.replay import ReplayRow
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import UsageError
 from kvstore.core.sizes import format_size
@@ -54,6 +56,34 @@ def index_json(result: IndexResult, arguments: Mapping[str, object], *, seed: in
         "resident_keys": result.resident_keys,
         "bytes_per_entry": result.bytes_per_entry,
         "rows": [asdict(row) for row in result.rows],
+    }
+
+
+def disk_json(rows: Sequence[DiskRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a disk run."""
+    checked = bool(rows) and all(row.checked for row in rows)
+    return {
+        **_envelope("kvbench disk", arguments, seed, checked=checked),
+        "limits": {
+            "direct I/O": "one read or write per block of as many blocks of the same size in a preallocated file with "
+            "O_DIRECT, several threads, synced after the writes of a turn",
+            "plain I/O": "the same on a file system without O_DIRECT: the page cache is in it",
+            "memcpy": "of warm reads: one thread's numpy.copyto of as many blocks of the same size",
+        },
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def replay_json(rows: Sequence[ReplayRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a replay."""
+    checked = bool(rows) and all(row.checked for row in rows)
+    return {
+        **_envelope("kvbench replay", arguments, seed, checked=checked),
+        "limits": {
+            "limit_hit_rate": "prefix hit rate of a cache that forgets nothing, computed from the trace",
+            "read_limit_p50_us": "one numpy.copyto of as many bytes as each read",
+        },
+        "rows": [asdict(row) for row in rows],
     }
 
 
@@ -89,6 +119,57 @@ def print_index(result: IndexResult) -> None:
     _print_table(head, [_index_cells(row) for row in result.rows])
     for line in index_headlines(result):
         print(line)
+
+
+def print_disk(rows: Sequence[DiskRow]) -> None:
+    """Print the table, then the headline numbers."""
+    head = ("op", "block", "batch", "GiB/s", "p50 us", "p99 us", "limit GiB/s", "of limit", "limit", "content")
+    _print_table(head, [_disk_cells(row) for row in rows])
+    for line in disk_headlines(rows):
+        print(line)
+
+
+def print_replay(rows: Sequence[ReplayRow]) -> None:
+    """Print the table, then the headline numbers."""
+    head = (
+        "policy",
+        "blocks",
+        "hit rate",
+        "of limit",
+        "from SSD",
+        "saved tokens",
+        "lookup p50 us",
+        "p99 us",
+        "read p50 us",
+        "p99 us",
+        "evicted",
+        "content",
+    )
+    _print_table(head, [_replay_cells(row) for row in rows])
+    for line in replay_headlines(rows):
+        print(line)
+
+
+def disk_headlines(rows: Sequence[DiskRow]) -> list[str]:
+    """The two numbers to remember: writes and cold reads of the smallest blocks."""
+    best = {row.op: row for row in sorted(rows, key=lambda row: row.block_bytes, reverse=True)}
+    return [
+        f"{op} {format_size(row.block_bytes)} x {row.batch}: {row.gib_s:.2f} GiB/s, {row.ratio_to_limit:.2f} of {row.limit}"
+        for op, row in best.items()
+        if op in ("write", "read_cold")
+    ]
+
+
+def replay_headlines(rows: Sequence[ReplayRow]) -> list[str]:
+    """The number to remember for each policy: its mean hit rate, of the capacities that don't hold everything."""
+    lines: list[str] = []
+    for policy in dict.fromkeys(row.policy for row in rows):
+        bounded = [row for row in rows if row.policy == policy and not row.unlimited]
+        if bounded:
+            mean = sum(row.hit_rate_blocks for row in bounded) / len(bounded)
+            lines.append(f"{bounded[0].trace}, {policy}: {mean:.4f} of blocks hit, mean of {len(bounded)} capacities")
+    limits = dict.fromkeys((row.trace, row.limit_hit_rate) for row in rows)
+    return [*lines, *(f"{trace}: {limit:.4f} with a cache that forgets nothing" for trace, limit in limits)]
 
 
 def transfer_headlines(rows: Sequence[TransferRow]) -> list[str]:
@@ -204,6 +285,38 @@ def _index_cells(row: IndexRow) -> tuple[str, ...]:
         f"{row.p99_us:,.1f}",
         f"{row.limit_keys_per_s / 1e6:.2f}",
         f"{row.ratio_to_limit:.2f}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _disk_cells(row: DiskRow) -> tuple[str, ...]:
+    return (
+        row.op,
+        format_size(row.block_bytes),
+        str(row.batch),
+        f"{row.gib_s:.2f}",
+        f"{row.p50_us:,.0f}",
+        f"{row.p99_us:,.0f}",
+        f"{row.limit_gib_s:.2f}",
+        f"{row.ratio_to_limit:.2f}",
+        row.limit,
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _replay_cells(row: ReplayRow) -> tuple[str, ...]:
+    return (
+        row.policy,
+        f"{row.capacity_blocks:,}" + (" (all)" if row.unlimited else ""),
+        f"{row.hit_rate_blocks:.4f}",
+        f"{row.ratio_to_limit:.3f}",
+        f"{row.hit_rate_disk:.4f}",
+        f"{row.saved_tokens:,}",
+        f"{row.lookup_p50_us:,.0f}",
+        f"{row.lookup_p99_us:,.0f}",
+        f"{row.read_p50_us:,.0f}",
+        f"{row.read_p99_us:,.0f}",
+        f"{row.evicted_blocks:,}",
         "checked" if row.checked else "WRONG",
     )
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from kvstore.testing.cluster import ServerProcess
 
 from kvbench.limits import RawPeer
 from kvbench.memory import SharedArena, open_shared, require_available
@@ -26,6 +25,7 @@ from kvbench.plan import Case, Group, Op, TransferPlan, Transport, groups
 from kvbench.session import I64, Clear, Fill, Measure, Measured, Session, SessionSetup, Verify
 from kvbench.workers import Worker
 from kvstore.core.sizes import format_size
+from kvstore.testing.cluster import ServerProcess
 
 TCP_CONNECTIONS: Final = 1
 _GIB: Final = 1 << 30

@@ -1,6 +1,8 @@
 """Made-up results for tests of how results are shown."""
 
+from kvbench.disk import DiskRow
 from kvbench.index import IndexResult, IndexRow
+from kvbench.replay import ReplayRow
 from kvbench.transfer import TransferRow
 
 
@@ -37,6 +39,74 @@ TRANSFER_ROWS = [
     transfer_row("get_into", batch=1, gib_s=5.0),
     transfer_row("view", gib_s=1e6, limit_gib_s=None),
     transfer_row("get_into", "tcp", gib_s=4.0, limit_gib_s=5.0),
+]
+
+
+def disk_row(op: str, block_bytes: int = 1 << 20, *, gib_s: float = 1.6, checked: bool = True) -> DiskRow:
+    """A row with the given values and made-up times."""
+    return DiskRow(
+        op=op,
+        transport="shm",
+        block_bytes=block_bytes,
+        batch=64,
+        gib_s=gib_s,
+        p50_us=40_000.0,
+        p99_us=50_000.0,
+        limit_gib_s=2.0,
+        ratio_to_limit=gib_s / 2.0,
+        checked=checked,
+        samples=20,
+        limit="memcpy" if op == "read_warm" else "direct I/O",
+    )
+
+
+DISK_ROWS = [disk_row(op, size) for size in (4 << 20, 1 << 20) for op in ("write", "read_cold", "read_warm", "mixed")]
+
+
+def replay_row(
+    policy: str, capacity_blocks: int, hit_rate: float, *, unlimited: bool = False, checked: bool = True
+) -> ReplayRow:
+    """A row with the given values and made-up others."""
+    return ReplayRow(
+        trace="made-up",
+        policy=policy,
+        capacity_blocks=capacity_blocks,
+        requests=100,
+        hit_rate_blocks=hit_rate,
+        saved_tokens=123_456,
+        lookup_p50_us=50.0,
+        lookup_p99_us=90.0,
+        read_p50_us=70.0,
+        read_p99_us=200.0,
+        hit_rate_dram=hit_rate,
+        hit_rate_disk=0.0,
+        read_limit_p50_us=9.0,
+        limit_hit_rate=0.5,
+        ratio_to_limit=hit_rate / 0.5,
+        unlimited=unlimited,
+        distinct_blocks=1000,
+        input_tokens=1_000_000,
+        block_bytes=4096,
+        read_bytes=1 << 20,
+        written_bytes=1 << 20,
+        evicted_blocks=0 if unlimited else 500,
+        evicted_bytes=0,
+        refused_blocks=0,
+        resident_blocks=capacity_blocks,
+        disk_bytes=0,
+        disk_blocks=0,
+        seconds=1.0,
+        checked=checked,
+    )
+
+
+REPLAY_ROWS = [
+    replay_row("lru", 20, 0.1),
+    replay_row("reuse", 20, 0.15),
+    replay_row("lru", 50, 0.2),
+    replay_row("reuse", 50, 0.25),
+    replay_row("lru", 1000, 0.5, unlimited=True),
+    replay_row("reuse", 1000, 0.5, unlimited=True),
 ]
 
 INDEX_RESULT = IndexResult(

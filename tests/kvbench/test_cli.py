@@ -63,7 +63,28 @@ def test_a_bad_index_flag_is_one_line_naming_culprit_and_what_is_allowed(
     assert allowed in line
 
 
-@pytest.mark.parametrize("command", ["transfer", "index"])
+@pytest.mark.parametrize(
+    ("argv", "culprit", "allowed"),
+    [
+        ([], "--trace", "required"),
+        (["--trace", "no/such.jsonl"], "--trace no/such.jsonl", "a Mooncake trace"),
+        (["--trace", "t", "--capacity-blocks", "0"], "--capacity-blocks: '0'", "a whole number from 1"),
+        (["--trace", "t", "--capacity-fraction", "2"], "--capacity-fraction: '2'", "at most 1"),
+        (["--trace", "t", "--capacity-fraction", "x"], "--capacity-fraction: 'x'", "more than 0"),
+        (["--trace", "t", "--policy", "fifo"], "--policy: invalid choice: 'fifo'", "'lru'"),
+        (["--trace", "t", "--admission", "twice"], "--admission: invalid choice: 'twice'", "'second'"),
+    ],
+)
+def test_a_bad_replay_flag_is_one_line_naming_culprit_and_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], argv: list[str], culprit: str, allowed: str
+) -> None:
+    line = complaint(capsys, "replay", *argv)
+    assert line.startswith("kvbench replay: ")
+    assert culprit in line
+    assert allowed in line
+
+
+@pytest.mark.parametrize("command", ["transfer", "index", "disk", "replay"])
 def test_help_explains_and_gives_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.plot import plot_index, plot_transfer, require_plot
+from kvbench.plot import plot_disk, plot_index, plot_replay, plot_transfer, require_plot
 from kvstore.core.errors import ConfigError, UsageError
-from tests.kvbench.rows import INDEX_RESULT, TRANSFER_ROWS
+from tests.kvbench.rows import DISK_ROWS, INDEX_RESULT, REPLAY_ROWS, TRANSFER_ROWS
 
 PNG = b"\x89PNG\r\n"
 
@@ -22,6 +22,18 @@ def test_an_index_figure_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_index(tmp_path / "i.png", INDEX_RESULT)
     assert (tmp_path / "i.png").read_bytes().startswith(PNG)
+
+
+def test_a_disk_figure_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_disk(tmp_path / "d.png", DISK_ROWS)
+    assert (tmp_path / "d.png").read_bytes().startswith(PNG)
+
+
+def test_a_replay_figure_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_replay(tmp_path / "r.png", REPLAY_ROWS)
+    assert (tmp_path / "r.png").read_bytes().startswith(PNG)
 
 
 def test_without_matplotlib_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

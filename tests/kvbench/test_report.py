@@ -9,7 +9,7 @@ import pytest
 from kvbench import report
 from kvbench.transfer import TransferRow
 from kvstore.core.errors import UsageError
-from tests.kvbench.rows import INDEX_RESULT, TRANSFER_ROWS, transfer_row
+from tests.kvbench.rows import DISK_ROWS, INDEX_RESULT, REPLAY_ROWS, TRANSFER_ROWS, disk_row, replay_row, transfer_row
 
 PROVENANCE = {"command", "arguments", "versions", "machine", "seed", "date", "commit", "checked"}
 TRANSFER_FIELDS = {
@@ -47,6 +47,46 @@ def test_one_wrong_row_makes_the_whole_run_unchecked() -> None:
     assert report.transfer_json(TRANSFER_ROWS, {}, seed=0)["checked"] is True
     assert report.transfer_json([*TRANSFER_ROWS, transfer_row(checked=False)], {}, seed=0)["checked"] is False
     assert report.transfer_json([], {}, seed=0)["checked"] is False
+
+
+def test_disk_and_replay_json_say_what_was_measured_with_what_and_name_each_limit() -> None:
+    disk = json.loads(json.dumps(report.disk_json(DISK_ROWS, {"dir": "/d"}, seed=4)))
+    replay = json.loads(json.dumps(report.replay_json(REPLAY_ROWS, {"trace": "t"}, seed=5)))
+    for value, command, seed in ((disk, "kvbench disk", 4), (replay, "kvbench replay", 5)):
+        assert value.keys() >= PROVENANCE | {"rows", "limits"}
+        assert (value["command"], value["seed"], value["checked"]) == (command, seed, True)
+    assert {row["limit"] for row in disk["rows"]} <= disk["limits"].keys()
+    assert replay["limits"].keys() <= replay["rows"][0].keys()
+
+
+def test_one_wrong_disk_or_replay_row_makes_the_whole_run_unchecked() -> None:
+    assert report.disk_json([*DISK_ROWS, disk_row("write", checked=False)], {}, seed=0)["checked"] is False
+    wrong = replay_row("lru", 20, 0.1, checked=False)
+    assert report.replay_json([*REPLAY_ROWS, wrong], {}, seed=0)["checked"] is False
+    assert report.disk_json([], {}, seed=0)["checked"] is report.replay_json([], {}, seed=0)["checked"] is False
+
+
+def test_the_disk_table_ends_with_writes_and_cold_reads_of_the_smallest_blocks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.print_disk(DISK_ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(DISK_ROWS) + 2
+    assert lines[-2:] == [
+        "write 1MiB x 64: 1.60 GiB/s, 0.80 of direct I/O",
+        "read_cold 1MiB x 64: 1.60 GiB/s, 0.80 of direct I/O",
+    ]
+
+
+def test_the_replay_table_ends_with_the_mean_of_each_policy_and_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    report.print_replay(REPLAY_ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(REPLAY_ROWS) + 3
+    assert lines[-3:] == [
+        "made-up, lru: 0.1500 of blocks hit, mean of 2 capacities",
+        "made-up, reuse: 0.2000 of blocks hit, mean of 2 capacities",
+        "made-up: 0.5000 with a cache that forgets nothing",
+    ]
 
 
 def test_the_table_has_a_line_for_each_row_and_the_headlines_come_last(capsys: pytest.CaptureFixture[str]) -> None:
