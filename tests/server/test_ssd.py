@@ -25,8 +25,8 @@ SPACE = kvstore.Namespace(
 )
 
 
-def server_with_disk(**options: object) -> ServerProcess:
-    return ServerProcess(dram="32MiB", **{"disk": "256MiB", "admission": "always", **options})
+def server_with_disk(admission: str = "always") -> ServerProcess:
+    return ServerProcess(dram="32MiB", disk="256MiB", admission=admission)
 
 
 @pytest.fixture
