@@ -521,6 +521,7 @@ class View:
             finally:
                 for _, held in self._parts:
                     held.release()
+                self._parts = []  # a closed view keeps no memory mapped
 
     def __enter__(self) -> View:
         return self
