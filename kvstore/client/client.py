@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from kvstore.client.arena import ArenaPool
 from kvstore.client.nodes import LinkOptions, NodeLinks, agree
 from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
-from kvstore.cluster.membership import StaticMembership
+from kvstore.cluster.membership import Membership, StaticMembership
 from kvstore.cluster.placement import place
 from kvstore.core.errors import KvStoreError, LeaseExpired, ProtocolError, Unavailable, UsageError
 from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds, chain_keys
@@ -84,7 +84,7 @@ class Client:
     A forked child gets connections of its own at its first call.
     """
 
-    def __init__(self, membership: StaticMembership, options: LinkOptions) -> None:
+    def __init__(self, membership: Membership, options: LinkOptions) -> None:
         self._membership = membership
         self._options = options
         self._namespace = options.namespace

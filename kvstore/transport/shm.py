@@ -171,11 +171,6 @@ class ShardCalls:
         answer = self.channel.call(Op.LEASE, _lease_request(found, ttl_s), deadline)
         return _lease_answer(answer, len(found.entries))
 
-    def renew(self, lease: int, ttl_s: float, deadline: Deadline) -> bool:
-        """Prolong; False when it had run out."""
-        request = LeaseRequest(np.array([lease], dtype=np.uint64), _ms(ttl_s))
-        return self.channel.call(Op.RENEW, request.encode(), deadline) == b"\x01"
-
     def release(self, leases: Sequence[int], deadline: Deadline) -> None:
         """Give back, without waiting for an answer."""
         self.channel.post(Op.RELEASE, LeaseRequest(np.array(leases, dtype=np.uint64)).encode(), deadline)
