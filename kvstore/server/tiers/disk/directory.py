@@ -53,11 +53,6 @@ class Directory:
         """Blocks that are found by key."""
         return self._found
 
-    @property
-    def peak(self) -> int:
-        """Handles lie below this number."""
-        return self._fresh
-
     def keys(self, handles: I64) -> Keys:
         """Keys of handles, KEY_DTYPE, shape (n,)."""
         return self._keys[handles].view(KEY_DTYPE).reshape(-1)
