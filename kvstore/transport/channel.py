@@ -34,10 +34,10 @@ RECEIVE_BYTES_MAX = 256 << 10
 RECEIVE_BUFFER_BYTES = 2 << 20  # asked for; the kernel doubles it for its own bookkeeping
 _IOVECS_MAX = 512
 _SMALL_READ_BYTES = 16 << 10
-# How often a small reply is looked for before the thread goes to sleep: under 0.1 ms in all. Falling asleep and
+# How often a small reply is looked for before the thread goes to sleep: 0.2 ms in all. Falling asleep and
 # waking up, with what that does to the caches, costs more than a shard needs for its answer (docs/adr/0004). Not
 # where the shard would have to wait for the very core that looks.
-_SPINS = 60 if len(os.sched_getaffinity(0)) > 1 else 0
+_SPINS = 150 if len(os.sched_getaffinity(0)) > 1 else 0
 _WAIT_S_MIN = 0.001
 _SLACK = 0.1  # of the time left: how far a bound in force may be off
 _TIMED_OUT = -1

@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvstore.core.errors import DeadlineExceeded, ProtocolError, Unavailable
+from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
 from kvstore.index import IndexReader, Probe
@@ -32,7 +32,7 @@ from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.memory import map_segment, prefault
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
-from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, FrameReader, Op, encode
+from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
     KEYS_MAX,
     LOOKUP_ROW,
@@ -44,8 +44,6 @@ from kvstore.wire.messages import (
     decode_rows,
     encode_json,
 )
-
-T = TypeVar("T")
 
 RESERVATION_TTL_S = 30.0
 RELEASES_WAITING_MAX = 256
@@ -166,10 +164,25 @@ class ShardCalls:
         answer = self.channel.call(op, request.encode(), deadline)
         return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
 
-    def lease(self, found: Probe, ttl_s: float, deadline: Deadline) -> tuple[int, Mask]:
-        """Lease on blocks that a probe found: its number, and which are held (the others are gone)."""
-        answer = self.channel.call(Op.LEASE, _lease_request(found, ttl_s), deadline)
-        return _lease_answer(answer, len(found.entries))
+    def lease(
+        self, found: Probe, ttl_s: float, deadline: Deadline, meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[int, Mask]:
+        """Lease on blocks that a probe found: its number, and which are held (the others are gone).
+
+        `meanwhile` is run while the shard works.
+        """
+        request = RefRequest.of(found.handles, found.generations, ttl_ms=_ms(ttl_s))
+        with self.channel.exchange(deadline) as exchange:
+            exchange.send(Op.LEASE, request.encode())
+            meanwhile()
+            answer = exchange.whole_reply()
+        held = np.frombuffer(answer, dtype=np.bool_, count=len(found.entries), offset=8)
+        return int.from_bytes(answer[:8], "little"), held
+
+    def renew(self, lease: int, ttl_s: float, deadline: Deadline) -> bool:
+        """Prolong; False when it had run out."""
+        request = LeaseRequest(np.array([lease], dtype=np.uint64), _ms(ttl_s))
+        return self.channel.call(Op.RENEW, request.encode(), deadline) == b"\x01"
 
     def release(self, leases: Sequence[int], deadline: Deadline) -> None:
         """Give back, without waiting for an answer."""
@@ -238,8 +251,6 @@ class SharedMemoryLink:
         self._socket_path = socket_path
         self._promoting = threading.Lock()
         self._promotions: ShardCalls | None = None
-        self._making_line = threading.Lock()
-        self._line: LeaseLine | None = None
         self._to_release: list[int] = []
         self.meter = LinkMeter()
         self.boot_id = self._shared.boot_id
@@ -317,9 +328,8 @@ class SharedMemoryLink:
 
     def tidy(self, timeout_s: float) -> None:
         leases, self._to_release = self._to_release, []
-        if leases and self._line is not None:
-            request = LeaseRequest(np.array(leases, dtype=np.uint64))
-            self._line.post(Op.RELEASE, request.encode(), Deadline(timeout_s))
+        if leases:
+            self._session.release(leases, Deadline(timeout_s))
 
     def report(self, timeout_s: float) -> None:
         self._session.channel.call(Op.REPORT, self.meter.take_report(), Deadline(timeout_s))
@@ -329,8 +339,6 @@ class SharedMemoryLink:
         self._session.channel.close()
         if self._promotions is not None:
             self._promotions.channel.close()
-        if self._line is not None:
-            self._line.close()
 
     def _read(
         self, keys: Keys, rows: NDArray[np.int64], into: Blocks, layers: tuple[int, int], deadline: Deadline
@@ -351,7 +359,6 @@ class SharedMemoryLink:
             standing = index.unchanged(probe, there)
         else:
             held = self._hold(len(rows), there, probe.take(there), RESERVATION_TTL_S, deadline)
-            held.valid()  # waits for the answer: its way through the kernel puts the loads below after the shard's word
             self._copy_out(into, rows[there], offsets, layers)
             standing = held.held[there] & held.valid()
             held.release()
@@ -375,19 +382,9 @@ class SharedMemoryLink:
     def _hold(
         self, count: int, rows: NDArray[np.int64], found: Probe, ttl_s: float, deadline: Deadline
     ) -> SharedHeldBlocks:
-        with self._making_line:
-            if self._line is None:
-                self._line = LeaseLine(self._socket_path, deadline)
-            line = self._line
+        blocks: list[NDArray[np.uint8] | None] = [None] * count
         return SharedHeldBlocks(
-            line,
-            self._shared,
-            count,
-            rows,
-            found,
-            ttl_s=ttl_s,
-            deadline=deadline,
-            release_later=self._release_later,
+            self._session, rows, found, blocks, ttl_s=ttl_s, deadline=deadline, release_later=self._release_later
         )
 
     def _release_later(self, lease: int) -> None:
@@ -493,148 +490,56 @@ class SharedMemoryLink:
         return self._namespace
 
 
-class LeaseLine:
-    """Leases asked for without waiting: the answer is fetched when somebody wants to know it, long after it came.
-
-    Over a session of its own, since answers lie on it unread while other calls are made.
-    """
-
-    def __init__(self, socket_path: str, deadline: Deadline) -> None:
-        self._stream = connect_local(socket_path, deadline).stream
-        self._reader = FrameReader()
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._answers: dict[int, bytes] = {}
-        self._open = True
-
-    @property
-    def usable(self) -> bool:
-        """False once the shard has gone: all leases are gone with it."""
-        return self._open and self._stream.alive()
-
-    def ask(self, op: Op, body: bytes, deadline: Deadline) -> int:
-        """Send a request; the number to fetch its answer with."""
-        with self._lock:
-            self._requests = (self._requests + 1) & 0xFFFFFFFF
-            self._guarded(lambda: self._stream.send([encode(op, self._requests, body)], deadline))
-            return self._requests
-
-    def answer(self, request: int, deadline: Deadline) -> bytes:
-        """The answer to a request, once.
-
-        Raises:
-            DeadlineExceeded: it has not come; ask again.
-            Unavailable: it never will.
-        """
-        with self._lock:
-            while request not in self._answers:
-                # Only a time-out leaves the line as it was.
-                data = self._guarded(lambda: self._stream.receive_some(deadline))
-                for frame, body in self._reader.feed(data):
-                    self._answers[frame.request] = body
-            return self._answers.pop(request)
-
-    def post(self, op: Op, body: bytes, deadline: Deadline) -> None:
-        """Send what nobody answers."""
-        with self._lock:
-            self._guarded(lambda: self._stream.send([encode(op, 0, body, flags=NO_REPLY)], deadline))
-
-    def close(self) -> None:
-        """End the session, and its leases."""
-        self._open = False
-        self._stream.close()
-
-    def _guarded(self, action: Callable[[], T]) -> T:
-        if not self._open:
-            raise Unavailable(f"{self._stream.peer}: the connection is closed")
-        try:
-            return action()
-        except DeadlineExceeded:
-            raise
-        except Unavailable:
-            self.close()
-            raise
-
-
 class SharedHeldBlocks:
     """Blocks under a lease, in the shard's own memory.
 
-    The lease is asked for and the blocks are handed out at once. `valid` then fetches the answer: the shard held every
-    block of exactly the generation that was found, so nothing was given away between the look at the index and the
-    lease, nor later while it lasts. It lasts for at least its time from the moment we *asked*, since the shard counts
-    from the moment it heard us. A block that was evicted in between makes all of it invalid; the trace of its use on
-    the touch board, left before, makes that as rare as can be.
+    The lease is valid for at least its time from the moment we *asked* for it, since the shard counts from the moment
+    it heard us. So our own clock, and a session that is still open, prove that nothing was given away. Giving it back
+    needs no answer and is not urgent: `release_later` takes the number of the lease, and many go in one message.
     """
 
     def __init__(
         self,
-        line: LeaseLine,
-        shared: SharedShard,
-        count: int,
+        session: LocalSession,
         rows: NDArray[np.int64],
         found: Probe,
+        blocks: list[NDArray[np.uint8] | None],
         *,
         ttl_s: float,
         deadline: Deadline,
         release_later: Callable[[int], None],
     ) -> None:
-        self._line = line
+        self._session = session
         self._release_later = release_later
-        self._timeout_s = deadline.timeout_s
-        self._lease: int | None = None
-        self._intact = False
-        self.held: Mask = np.zeros(count, dtype=np.bool_)
-        self.held[rows] = True
-        self.blocks: list[NDArray[np.uint8] | None] = [None] * count
-        self._count = len(rows)
-        shared.note_use(found.handles)
+        self.blocks = blocks
+        self.held: Mask = np.zeros(len(blocks), dtype=np.bool_)
         self.valid_until_s = time.monotonic() + ttl_s
-        self._request = line.ask(Op.LEASE, _lease_request(found, ttl_s), deadline)
-        if len(rows):
-            self._lay_out(shared, rows, found)
+        self._lease, self.held[rows] = session.lease(found, ttl_s, deadline, lambda: self._lay_out(rows, found))
+        for row in rows[~self.held[rows]].tolist():
+            blocks[row] = None
 
     def valid(self) -> bool:
-        try:
-            self._confirm()
-        except Unavailable:
-            return False
-        return self._intact and self._line.usable and time.monotonic() < self.valid_until_s
+        return self._session.channel.usable and time.monotonic() < self.valid_until_s
 
     def renew(self, ttl_s: float, timeout_s: float) -> None:
-        self._confirm()
         valid_until_s = time.monotonic() + ttl_s
-        deadline = Deadline(timeout_s)
-        request = LeaseRequest(np.array([self._lease], dtype=np.uint64), _ms(ttl_s))
-        if self._line.answer(self._line.ask(Op.RENEW, request.encode(), deadline), deadline) == b"\x01":
+        if self._session.renew(self._lease, ttl_s, Deadline(timeout_s)):
             self.valid_until_s = valid_until_s
 
     def release(self) -> None:
-        if self._lease is not None:
-            self._release_later(self._lease)
+        self._release_later(self._lease)
 
-    def _confirm(self) -> None:
-        """Learn what became of the request."""
-        if self._lease is None:
-            answer = self._line.answer(self._request, Deadline(self._timeout_s))
-            self._lease, held = _lease_answer(answer, self._count)
-            self._intact = bool(held.all())
-
-    def _lay_out(self, shared: SharedShard, rows: NDArray[np.int64], found: Probe) -> None:
-        """A read-only array over each block."""
+    def _lay_out(self, rows: NDArray[np.int64], found: Probe) -> None:
+        """A read-only array over each block, and the trace of its use."""
+        if not len(rows):
+            return
         # Row u of `at` is the block that starts at unit u, so each array costs one index operation.
-        pool, size = shared.pool_read_only, int(found.sizes[0])
+        pool, size = self._session.shared.pool_read_only, int(found.sizes[0])
         starts = (len(pool) - size) // POOL_UNIT_BYTES + 1
         at = as_strided(pool, shape=(starts, size), strides=(POOL_UNIT_BYTES, 1), writeable=False)
         for row, unit in zip(rows.tolist(), (found.offsets // POOL_UNIT_BYTES).tolist(), strict=True):
             self.blocks[row] = at[unit]
-
-
-def _lease_request(found: Probe, ttl_s: float) -> bytes:
-    return RefRequest.of(found.handles, found.generations, ttl_ms=_ms(ttl_s)).encode()
-
-
-def _lease_answer(answer: bytes, count: int) -> tuple[int, Mask]:
-    return int.from_bytes(answer[:8], "little"), np.frombuffer(answer, dtype=np.bool_, count=count, offset=8)
+        self._session.shared.note_use(found.handles)
 
 
 def describe(namespace: Namespace) -> dict[str, Any]:
