@@ -27,7 +27,7 @@ demo: $(STAMPS)/demo
 	@$(BIN)/python -m engine_adapters.transformers.demo --json build/demo.json $(ARGS)
 
 test: $(STAMPS)/dev $(STAMPS)/demo
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
 
 check: $(STAMPS)/dev $(STAMPS)/demo
 	@$(BIN)/ruff check .
