@@ -374,7 +374,7 @@ class SharedMemoryLink:
 
     def _promote(self, keys: Keys, deadline: Deadline) -> None:
         """Have blocks brought back from the SSD, and wait: over a session of its own, so that other calls don't."""
-        # A disk that is too slow costs this get its blocks, not the link: the rest of the shard is in the best of health.
+        # A disk that is too slow costs this get its blocks, not the link: the rest of the shard is well.
         with self._promoting, contextlib.suppress(Unavailable):
             if self._promotions is None or not self._promotions.channel.usable:
                 self._promotions = ShardCalls(connect_local(self._socket_path, deadline))
