@@ -228,6 +228,7 @@ class Task:
         self.compared = 0
 
     def __call__(self, turn: int) -> float:
+        """Do it once; seconds of the timed part. Each operation is a class of its own below."""
         raise NotImplementedError
 
     def check(self, rows: U8 | Sequence[U8], ids: I64, turn: int) -> None:
