@@ -125,6 +125,10 @@ class ServerProcess:
         """Process ids of the data port's workers."""
         return self._running_module("data_port")
 
+    def disk_worker_pids(self) -> list[int]:
+        """Process ids of the shards' disk workers."""
+        return self._running_module("disk.process")
+
     def _running_module(self, module: str) -> list[int]:
         found: list[int] = []
         for pid in _descendants(self.pid):

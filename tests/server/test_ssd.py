@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -189,4 +188,4 @@ def test_a_disk_worker_that_dies_is_started_again_and_its_blocks_come_back(serve
 
 def worker_pid(server: ServerProcess) -> int | None:
     """The disk worker of the only shard; None between two of them."""
-    return next((pid for pid in server.pids() if b"disk.process" in Path(f"/proc/{pid}/cmdline").read_bytes()), None)
+    return next(iter(server.disk_worker_pids()), None)
