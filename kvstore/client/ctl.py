@@ -17,9 +17,11 @@ from typing import Any, Final, NoReturn
 
 from kvstore.client.doctor import Finding, Target, complete, examine, ping
 from kvstore.cluster.membership import LOCAL, StaticMembership
-from kvstore.core.errors import KvStoreError, UsageError
+from kvstore.core.errors import ConfigError, KvStoreError, UsageError
 from kvstore.core.keys import BlockKeys
+from kvstore.core.sizes import parse_size
 from kvstore.core.states import BlockState
+from kvstore.wire.control import TenantQuota
 
 _EXIT_NO = 1
 _EXIT_USAGE = 2
@@ -77,6 +79,18 @@ examples:
 
 Without --yes a terminal is asked, and anything else is refused: also with --json. Blocks that a reader holds
 stay readable for that reader until it lets go; nobody else finds them any more.
+"""
+_QUOTA_HELP = """\
+examples:
+  kvstorectl quota                                        what each tenant has and may have
+  kvstorectl quota 3f1c0e77a2b94d10 --dram 8GiB --dram-share 2GiB
+  kvstorectl quota 3f1c0e77a2b94d10 --disk 200GiB         the other amounts stay as they are
+  kvstorectl quota default --dram-share 4GiB              of clients without a tenant salt
+  kvstorectl quota 3f1c0e77a2b94d10 --none                no quota any more
+
+A tenant is named as the table names it (Namespace.tenant_id in the SDK). A quota may come before its tenant.
+limit: never more than this; at its limit a tenant makes room from its own blocks. share: others never evict it below
+this. 0 takes one of them away. Quotas are of this node, hold at once and survive restarts.
 """
 _DOCTOR_HELP = """\
 examples:
@@ -332,6 +346,65 @@ def _confirmed(what: str, options: argparse.Namespace) -> bool:
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 
+# --- quotas ----------------------------------------------------------------------------------------------------------
+
+
+def _quota(options: argparse.Namespace, target: Target) -> int:
+    with target.control() as control:
+        tenants: list[dict[str, Any]] = control.stats()["tenants"]
+        amounts = {name: getattr(options, name) for name in _AMOUNTS}
+        given = {name: amount for name, amount in amounts.items() if amount is not None}
+        if options.tenant is None:
+            if given or options.none:
+                raise UsageError("name the tenant that this quota is for")
+        elif not given and not options.none:
+            tenants = [row for row in tenants if row["tenant"] == options.tenant]
+        else:
+            if given and options.none:
+                raise UsageError("--none takes the whole quota away; it goes with no amount")
+            known = next((row for row in tenants if row["tenant"] == options.tenant), None)
+            before = {} if known is None or options.none else _amounts(known)
+            control.set_quota(options.tenant, TenantQuota(**{**before, **given}))
+            tenants = [row for row in control.stats()["tenants"] if row["tenant"] == options.tenant]
+    if options.json:
+        _print_json({"tenants": tenants})
+    else:
+        print("\n".join(quota_lines(tenants)))
+    return 0
+
+
+_AMOUNTS: Final = ("dram_limit", "dram_share", "disk_limit", "disk_share")
+
+
+def _amounts(row: Mapping[str, Any]) -> dict[str, int]:
+    return {f"{tier}_{what}": row[tier][what] for tier in ("dram", "disk") for what in ("limit", "share")}
+
+
+def quota_lines(tenants: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tenants and their quotas for people."""
+    if not tenants:
+        yield "no such tenant yet"
+        return
+    cells = [
+        (
+            str(row["tenant"]),
+            *(
+                cell
+                for tier in ("dram", "disk")
+                for cell in (
+                    _about(row[tier]["used"]),
+                    _about(row[tier]["limit"]) if row[tier]["limit"] else _ABSENT,
+                    _about(row[tier]["share"]) if row[tier]["share"] else _ABSENT,
+                    f"{row[tier]['refused']:,}",
+                )
+            ),
+        )
+        for row in tenants
+    ]
+    head = ("tenant", "DRAM", "limit", "share", "refused", "SSD", "limit", "share", "refused")
+    yield from _table(head, cells, left=1)
+
+
 # --- doctor ----------------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +493,7 @@ def _parser() -> argparse.ArgumentParser:
         ("pin", _pin, "keep blocks from being evicted", _PIN_HELP, _add_keys),
         ("unpin", _unpin, "take one pin off", _PIN_HELP, _add_keys),
         ("flush", _flush, "remove a namespace's blocks, or all", _FLUSH_HELP, _add_flush),
+        ("quota", _quota, "what tenants have and may have", _QUOTA_HELP, _add_quota),
         ("doctor", _doctor, "find out what is wrong, and what to do about it", _DOCTOR_HELP, _no_flags),
     ):
         command = commands.add_parser(
@@ -473,6 +547,25 @@ def _add_flush(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("namespace", nargs="?", metavar="DIGEST", help="a namespace's digest, or its unique start")
     parser.add_argument("--all", action="store_true", help="every namespace")
     parser.add_argument("--yes", action="store_true", help="don't ask")
+
+
+def _add_quota(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tenant", nargs="?", metavar="TENANT", help="all of them unless given")
+    for flag, name, text in (
+        ("--dram", "dram_limit", "at most this much DRAM"),
+        ("--dram-share", "dram_share", "never evicted below this by others"),
+        ("--disk", "disk_limit", "at most this much of the SSD"),
+        ("--disk-share", "disk_share", "never evicted below this by others"),
+    ):
+        parser.add_argument(flag, dest=name, type=_size, metavar="SIZE", help=text)
+    parser.add_argument("--none", action="store_true", help="take the tenant's quota away")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _positive(text: str) -> int:

@@ -9,7 +9,7 @@ from kvstore.core.errors import NamespaceMismatch, UsageError
 from kvstore.core.fields import length_prefixed, require_int, require_text
 from kvstore.core.layout import CanonicalLayout, Layout, OpaqueLayout
 
-__all__ = ["ITEM_BYTES", "Namespace"]
+__all__ = ["DEFAULT_TENANT", "ITEM_BYTES", "Namespace"]
 
 ITEM_BYTES = {
     "float32": 4,
@@ -22,7 +22,9 @@ ITEM_BYTES = {
 }
 MAX_BLOCK_TOKENS = 65_535
 MAX_PIPELINE_PARTS = 65_535
+DEFAULT_TENANT = "default"
 _MAGIC = b"kvstore-namespace-v1"
+_TENANT_MAGIC = b"kvstore-tenant-v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,15 @@ class Namespace:
         # Computed once: the key chain starts here on every request.
         object.__setattr__(self, "encoding", encoding)
         object.__setattr__(self, "digest", hashlib.sha256(encoding).digest()[:16])
+
+    @property
+    def tenant_id(self) -> str:
+        """The tenant's name on the server, for quotas and statistics: 16 hexadecimal digits that don't tell the salt;
+        `DEFAULT_TENANT` without one.
+        """
+        if not self.tenant:
+            return DEFAULT_TENANT
+        return hashlib.sha256(_TENANT_MAGIC + self.tenant).hexdigest()[:16]
 
     @property
     def layers(self) -> int:

@@ -45,3 +45,6 @@ class PutStatus(IntEnum):
 
     FAILED = 4
     """The shard was unreachable or the deadline passed: the block may be absent."""
+
+    OVER_QUOTA = 5
+    """Explicit refusal: the tenant is at its limit and none of its own blocks may go; nothing was written."""

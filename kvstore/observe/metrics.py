@@ -16,6 +16,7 @@ _HELP = {
     "committed_bytes": "payload bytes stored",
     "duplicate_puts": "puts of blocks that were there or being written",
     "refused_puts": "puts refused because nothing could be evicted",
+    "over_quota_puts": "puts refused because their tenant is at its limit",
     "aborted_blocks": "reservations given back or ended with their session",
     "expired_reservations": "reservations that ran out",
     "evicted_blocks": "blocks evicted from DRAM",
@@ -46,12 +47,22 @@ _DISK_HELP = {
 }
 
 
-class _ShardMetrics:
+_TENANT_HELP = {
+    "used": "bytes of slots that a tenant has",
+    "limit": "bytes that it may have at most; 0: no limit",
+    "share": "bytes that others can't evict it below",
+}
+TIERS = ("dram", "disk")
+TENANTS_MAX = 256  # those with a quota, then the largest: a label has to stay countable
+
+
+class _NodeMetrics:
     """Collects from the answers of one moment."""
 
-    def __init__(self, shards: Sequence[Mapping[str, Any]], down: int) -> None:
-        self._shards = shards
-        self._down = down
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._shards: Sequence[Mapping[str, Any]] = status["shards"]
+        self._down = len(status["shards_down"])
+        self._tenants: Sequence[Mapping[str, Any]] = status["tenants"][:TENANTS_MAX]
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily("kvstore_shards_up", "shards that answer", len(self._shards))
@@ -66,6 +77,7 @@ class _ShardMetrics:
             for shard in self._shards:
                 counter.add_metric([str(shard["shard"])], shard.get("disk", {}).get("counters", {}).get(name, 0))
             yield counter
+        yield from self._tenant_metrics()
         pool = GaugeMetricFamily("kvstore_pool_bytes", "bytes of the DRAM pool by use", labels=["shard", "use"])
         warm = GaugeMetricFamily("kvstore_warm_bytes", "bytes of the pool present in memory", labels=["shard"])
         for shard in self._shards:
@@ -80,11 +92,23 @@ class _ShardMetrics:
                 gauge.add_metric([str(shard["shard"])], shard["gauges"][name])
             yield gauge
 
+    def _tenant_metrics(self) -> Iterable[Metric]:
+        labels = ["tenant", "tier"]
+        for name, text in _TENANT_HELP.items():
+            gauge = GaugeMetricFamily(f"kvstore_tenant_{name}_bytes", text, labels=labels)
+            for row in self._tenants:
+                for tier in TIERS:
+                    gauge.add_metric([row["tenant"], tier], row[tier][name])
+            yield gauge
+        refused = CounterMetricFamily("kvstore_tenant_refused_blocks", "blocks that a quota refused", labels=labels)
+        for row in self._tenants:
+            for tier in TIERS:
+                refused.add_metric([row["tenant"], tier], row[tier]["refused"])
+        yield refused
 
-def render(shards: Sequence[Mapping[str, Any]], down: int) -> bytes:
-    """The exposition text for the answers of the shards (`Shard` statistics) and the number of those that did not
-    answer.
-    """
+
+def render(status: Mapping[str, Any]) -> bytes:
+    """The exposition text for a node's status."""
     registry = CollectorRegistry()
-    registry.register(_ShardMetrics(shards, down))
+    registry.register(_NodeMetrics(status))
     return generate_latest(registry)

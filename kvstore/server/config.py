@@ -101,6 +101,9 @@ class ServerConfig:
             "size": True,
         },
     )
+    watermark: int = field(
+        default=1, metadata={"help": "percent of the DRAM tier kept free ahead of need; 0 evicts only at need"}
+    )
     admission: str = field(
         default="second",
         metadata={"help": "what is written to the SSD: always, second (what is used a second time), never"},
@@ -141,6 +144,7 @@ class ServerConfig:
             raise ConfigError(
                 f"disk={format_size(self.disk)}: allowed is 0 (none) or at least {format_size(self.shards * DISK_BYTES_MIN)}"
             )
+        _require("watermark", self.watermark, 0, 50)
         if self.admission not in ADMISSIONS:
             raise ConfigError(f"admission={self.admission!r}: allowed is one of {', '.join(ADMISSIONS)}")
         if not -1 <= self.key_seed < 1 << 64:
@@ -162,6 +166,11 @@ class ServerConfig:
     def pool_bytes_per_shard(self) -> int:
         """Each shard's part of the DRAM tier, in whole chunks."""
         return self.dram // self.shards // self.chunk_bytes * self.chunk_bytes
+
+    @property
+    def watermark_bytes_per_shard(self) -> int:
+        """What each shard keeps free."""
+        return self.pool_bytes_per_shard * self.watermark // 100
 
     @property
     def disk_bytes_per_shard(self) -> int:

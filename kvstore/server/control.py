@@ -14,7 +14,7 @@ from kvstore.core.errors import ConfigError, KvStoreError, UsageError
 from kvstore.core.keys import BlockKeys
 from kvstore.wire._pb import control_pb2 as pb
 from kvstore.wire._pb.control_pb2_grpc import ControlServicer, add_ControlServicer_to_server
-from kvstore.wire.control import AUTHORIZATION, BlockInfo, NodeInfo
+from kvstore.wire.control import AUTHORIZATION, BlockInfo, NodeInfo, TenantQuota
 from kvstore.wire.frames import PROTOCOL_VERSION
 
 R = TypeVar("R")
@@ -33,6 +33,7 @@ class NodeOperations(Protocol):
     def pin(self, keys: BlockKeys, *, on: bool) -> int: ...
     def delete(self, keys: BlockKeys) -> int: ...
     def flush(self, digest: bytes) -> int: ...
+    def set_quota(self, tenant: str, quota: TenantQuota) -> None: ...
 
 
 class ControlService(ControlServicer):
@@ -105,6 +106,16 @@ class ControlService(ControlServicer):
             return self._node.flush(request.namespace_digest)
 
         return pb.CountReply(blocks=self._run(context, flush))
+
+    def SetQuota(self, request: pb.QuotaRequest, context: grpc.ServicerContext) -> pb.QuotaReply:  # noqa: N802 -- the name is the .proto's
+        """See the .proto."""
+
+        def set_quota() -> None:
+            quota = TenantQuota(request.dram_limit, request.dram_share, request.disk_limit, request.disk_share)
+            self._node.set_quota(request.tenant, quota)
+
+        self._run(context, set_quota)
+        return pb.QuotaReply()
 
     def _run(self, context: grpc.ServicerContext, action: Callable[[], R]) -> R:
         if self._auth_token:

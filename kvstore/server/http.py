@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/status":
                 self._send(json.dumps(status, indent=2).encode() + b"\n", "application/json")
             case "/metrics":
-                self._send(render(status["shards"], len(status["shards_down"])), CONTENT_TYPE)
+                self._send(render(status), CONTENT_TYPE)
             case "/":
                 self._send(_page(status).encode(), "text/html; charset=utf-8")
             case _:

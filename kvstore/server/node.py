@@ -10,29 +10,32 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kvstore.core.errors import ConfigError, KvStoreError, Unavailable
+from kvstore.core.errors import ConfigError, KvStoreError, Unavailable, UsageError
 from kvstore.core.keys import BlockKeys, KeyScheme
+from kvstore.core.namespace import DEFAULT_TENANT
+from kvstore.core.sizes import format_size
 from kvstore.core.states import BlockState
 from kvstore.server.children import Child
 from kvstore.server.config import ServerConfig
 from kvstore.server.control import ControlService, serve_control
 from kvstore.server.http import StatusServer
-from kvstore.server.shard.process import ShardConfig
+from kvstore.server.shard.process import TENANT_PATTERN, ShardConfig
 from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
 from kvstore.transport.shm import ShardCalls, connect_local
-from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo
+from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo, TenantQuota
 from kvstore.wire.frames import Op
 from kvstore.wire.messages import ANY_NAMESPACE, KeyRequest
 from kvstore.wire.tokens import issue_token
@@ -49,6 +52,7 @@ CALLS_GRACE_S = 0.5
 RESTART_PAUSE_S = 1.0  # a shard that dies at once is not started in a tight loop
 _LOCK_FILE = "lock"
 _NODE_FILE = "node.json"
+_QUOTA_FILE = "quotas.json"
 
 
 class DataDir:
@@ -72,6 +76,17 @@ class DataDir:
             raise ConfigError(f"data_dir={str(path)!r}: another kvstore-server uses it") from error
         self._read(path / _NODE_FILE)
         self._write(path / _NODE_FILE, {"node_id": self.node_id, "epoch": self.epoch, "key_seed": self.key_seed})
+        self._quota_path = path / _QUOTA_FILE
+        self.quotas = self._read_quotas()
+
+    def keep_quotas(self, quotas: dict[str, TenantQuota]) -> None:
+        """These quotas, by tenant, hold from now on.
+
+        Raises:
+            ConfigError: can't be written; the former ones stay.
+        """
+        self._write(self._quota_path, {tenant: asdict(quota) for tenant, quota in quotas.items()})
+        self.quotas = quotas
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -85,6 +100,14 @@ class DataDir:
             self.key_seed = KeyScheme(seed=known.get("key_seed", secrets.randbits(63))).seed
         except (OSError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: unreadable ({error}); remove it to start as a new node") from error
+
+    def _read_quotas(self) -> dict[str, TenantQuota]:
+        path = self._quota_path
+        try:
+            known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            return {tenant: TenantQuota(**quota) for tenant, quota in known.items()}
+        except (OSError, AttributeError, TypeError, ValueError, UsageError) as error:
+            raise ConfigError(f"{path}: unreadable ({error}); remove it to start without quotas") from error
 
     def _write(self, path: Path, value: dict[str, Any]) -> None:
         fresh = path.with_suffix(".new")
@@ -101,9 +124,12 @@ class DataDir:
 class ShardHandle:
     """A shard's process and a line to it for administration."""
 
-    def __init__(self, number: int, config: ServerConfig, socket_path: Path) -> None:
+    def __init__(
+        self, number: int, config: ServerConfig, socket_path: Path, quotas: Callable[[], dict[str, list[int]]]
+    ) -> None:
         self.number = number
         self.socket_path = socket_path
+        self._quotas = quotas
         self._config = config
         self._calls: ShardCalls | None = None
         self._lock = threading.Lock()
@@ -150,8 +176,11 @@ class ShardHandle:
             disk_dir=str(self._config.data_dir / f"shard-{self.number}"),
             disk_bytes=self._config.disk_bytes_per_shard,
             admission=self._config.admission,
+            watermark_bytes=self._config.watermark_bytes_per_shard,
         )
-        return Child(f"shard {self.number}", "kvstore.server.shard.process", asdict(described))
+        # Read now, not when the node started: a shard that is started again must know the quotas set meanwhile.
+        described = {**asdict(described), "quotas": self._quotas()}
+        return Child(f"shard {self.number}", "kvstore.server.shard.process", described)
 
 
 class Node:
@@ -164,6 +193,7 @@ class Node:
         self.boot_id = uuid.uuid4().hex
         self._token_key = secrets.token_bytes(32)
         self._stopping = threading.Event()
+        self._quota_lock = threading.Lock()
         self._cleanups: list[Callable[[], object]] = []
         self._shards: list[ShardHandle] = []
         self._workers: list[Child] = []
@@ -235,6 +265,7 @@ class Node:
             "healthy": not down and all(worker.alive for worker in self._workers),
             "endpoints": self.endpoints(),
             "key_algorithm": self._scheme.algorithm,
+            "tenants": _tenants(shards, self._data_dir.quotas),
             "shards": shards,
             "shards_down": down,
         }
@@ -272,7 +303,36 @@ class Node:
         """Remove a namespace (empty: all); how many blocks."""
         return sum(shard.call(lambda calls, deadline: calls.flush(digest, deadline)) for shard in self._shards)
 
+    def set_quota(self, tenant: str, quota: TenantQuota) -> None:
+        """Say what a tenant may have, from now on and after restarts.
+
+        Raises:
+            UsageError: no name of a tenant, or shares that add up to more than there is.
+        """
+        if not re.fullmatch(TENANT_PATTERN, tenant):
+            raise UsageError(f"tenant {tenant[:40]!r}: allowed is {TENANT_PATTERN}, as the status shows it")
+        with self._quota_lock:
+            quotas = {**self._data_dir.quotas, tenant: quota}
+            for tier, capacity in (("dram", self._config.dram), ("disk", self._config.disk)):
+                shares = sum(getattr(each, f"{tier}_share") for each in quotas.values())
+                if shares > capacity:
+                    raise UsageError(
+                        f"{tier} shares of {format_size(shares)} in all: there are {format_size(capacity)} in this tier"
+                    )
+            self._data_dir.keep_quotas({name: each for name, each in quotas.items() if each != TenantQuota()})
+            told = self._quotas_per_shard()
+            for shard in self._shards:
+                shard.call(lambda calls, deadline: calls.set_quotas(told, deadline))
+
     # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _quotas_per_shard(self) -> dict[str, list[int]]:
+        """Keys are spread evenly, so each shard has an equal part of every quota."""
+        shards = self._config.shards
+        return {
+            tenant: [-(-amount // shards) for amount in astuple(quota)]
+            for tenant, quota in self._data_dir.quotas.items()
+        }
 
     def _ask(self, op: Op, request: KeyRequest) -> int:
         return sum(
@@ -295,7 +355,7 @@ class Node:
         self.data_port = listener.getsockname()[1]
         for number in range(config.shards):
             path = config.runtime_dir / f"shard-{number}-{os.getpid()}-{self.boot_id[:8]}.sock"
-            shard = ShardHandle(number, config, path)
+            shard = ShardHandle(number, config, path, self._quotas_per_shard)
             self._cleanups.append(shard.stop)
             self._shards.append(shard)
         self._cleanups.append(self._stop_workers)
@@ -344,6 +404,25 @@ class Node:
             except (Unavailable, OSError) as error:
                 log.error("restart failed: %s; trying again", error)
                 self._stopping.wait(RESTART_PAUSE_S)
+
+
+def _tenants(shards: list[dict[str, Any]], quotas: dict[str, TenantQuota]) -> list[dict[str, Any]]:
+    """What each tenant has over all shards, and its quota; those with a quota first, then the largest."""
+    found: dict[str, dict[str, Any]] = {}
+    for tenant in [*quotas, DEFAULT_TENANT, *(row["tenant"] for shard in shards for row in shard["quotas"])]:
+        quota = quotas.get(tenant, TenantQuota())
+        found[tenant] = {
+            "tenant": tenant,
+            "dram": {"used": 0, "limit": quota.dram_limit, "share": quota.dram_share, "refused": 0},
+            "disk": {"used": 0, "limit": quota.disk_limit, "share": quota.disk_share, "refused": 0},
+        }
+    for shard in shards:
+        for tier, rows in (("dram", shard["quotas"]), ("disk", shard.get("disk", {}).get("quotas", []))):
+            for row in rows:
+                if row["tenant"] in found:
+                    found[row["tenant"]][tier]["used"] += row["used"]
+                    found[row["tenant"]][tier]["refused"] += row["refused"]
+    return sorted(found.values(), key=lambda row: (row["tenant"] not in quotas, -row["dram"]["used"]))
 
 
 def _prepare_runtime_dir(path: Path) -> None:

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,10 @@ class ShardCalls:
         for first in range(0, len(keys), KEYS_MAX):
             request = KeyRequest(namespace, keys[first : first + KEYS_MAX], ttl_ms=_ms(wait_s))
             self.channel.call(Op.PROMOTE, request.encode(), deadline)
+
+    def set_quotas(self, quotas: Mapping[str, Sequence[int]], deadline: Deadline) -> None:
+        """What each tenant may have of this shard: limit and share of DRAM, limit and share of the SSD, in bytes."""
+        self.channel.call(Op.QUOTAS, encode_json(dict(quotas)), deadline)
 
     def ask(self, op: Op, request: KeyRequest, deadline: Deadline) -> Mask:
         """DELETE, PIN or TOUCH: which keys were there."""
@@ -550,6 +554,7 @@ def describe(namespace: Namespace) -> dict[str, Any]:
         "layers": namespace.layers,
         "layer_bytes": namespace.layer_bytes,
         "label": f"{namespace.model}@{namespace.revision} {namespace.dtype} {namespace.block_tokens} tokens",
+        "tenant": namespace.tenant_id,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import grpc
@@ -44,6 +44,28 @@ class NodeInfo:
     data_host: str
     data_port: int
     shards: tuple[ShardInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantQuota:
+    """What one tenant may have of a node: bytes of slots, rounding and checksums included.
+
+    Raises:
+        UsageError: a negative number, or a share above its limit.
+    """
+
+    dram_limit: int = 0  # never more than this; 0 = no limit
+    dram_share: int = 0  # never evicted below this by others
+    disk_limit: int = 0
+    disk_share: int = 0
+
+    def __post_init__(self) -> None:
+        for tier in ("dram", "disk"):
+            limit, share = getattr(self, f"{tier}_limit"), getattr(self, f"{tier}_share")
+            if not 0 <= limit < 1 << 62 or not 0 <= share < 1 << 62:
+                raise UsageError(f"{tier} quota of {limit} bytes, share {share}: allowed is 0 to 2**62 - 1 bytes")
+            if limit and share > limit:
+                raise UsageError(f"{tier} share of {share} bytes is more than the limit of {limit} bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +155,11 @@ class ControlClient:
         request = pb.FlushRequest(namespace_digest=digest or b"", all=digest is None)
         with self._translated():
             return self._stub.Flush(request, **self._call_options()).blocks
+
+    def set_quota(self, tenant: str, quota: TenantQuota) -> None:
+        """Say what a tenant may have; `TenantQuota()` takes its quota away."""
+        with self._translated():
+            self._stub.SetQuota(pb.QuotaRequest(tenant=tenant, **asdict(quota)), **self._call_options())
 
     def _call_options(self) -> dict[str, Any]:
         return {"timeout": self._timeout_s, "metadata": self._metadata}

@@ -17,7 +17,7 @@ import kvstore
 from kvstore.client.ctl import main, status_lines
 from kvstore.testing.cluster import ServerProcess
 
-COMMANDS = ["status", "ping", "query", "pin", "unpin", "flush", "doctor"]
+COMMANDS = ["status", "ping", "query", "pin", "unpin", "flush", "quota", "doctor"]
 NAMESPACE = kvstore.Namespace(
     model="acme/story", revision="4f1c", dtype="float16", block_tokens=16, layout=kvstore.CanonicalLayout(4, 2, 64)
 )
@@ -302,6 +302,33 @@ def test_a_full_digest_without_blocks_is_no_mistake(shell: Session) -> None:
 )
 def test_a_namespace_that_nothing_can_be_meant_by_is_refused(shell: Session, argv: list[str], said: str) -> None:
     assert shell.complaint("flush", *argv, "--yes").endswith(said)
+
+
+# --- quota -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_quota_is_set_in_part_shown_and_taken_away(shell: Session, keys: list[str]) -> None:
+    assert len(keys) == BLOCKS
+    (row,) = shell.json("quota", "default", "--dram", "16MiB", "--dram-share", "1MiB")["tenants"]
+    assert (row["dram"]["limit"], row["dram"]["share"], row["disk"]["limit"]) == (16 << 20, 1 << 20, 0)
+    assert row["dram"]["used"] > BLOCKS * NAMESPACE.block_bytes
+    (row,) = shell.json("quota", "default", "--dram-share", "2MiB")["tenants"]
+    assert (row["dram"]["limit"], row["dram"]["share"]) == (16 << 20, 2 << 20)
+    code, out, err = shell.run("quota")
+    assert (code, err) == (0, "")
+    assert re.search(r"^default +360KiB  16MiB   2MiB +0 +0B +- +- +0$", out, re.MULTILINE)
+    (row,) = shell.json("quota", "default", "--none")["tenants"]
+    assert (row["dram"]["limit"], row["dram"]["share"]) == (0, 0)
+    assert shell.json("quota", "nobody-yet") == {"tenants": []}
+
+
+def test_a_quota_that_makes_no_sense_is_one_line(shell: Session) -> None:
+    assert "name the tenant" in shell.complaint("quota", "--dram", "1GiB")
+    assert "goes with no amount" in shell.complaint("quota", "default", "--none", "--dram", "1GiB")
+    assert "more than the limit" in shell.complaint("quota", "default", "--dram", "1MiB", "--dram-share", "2MiB")
+    assert "there are 64MiB in this tier" in shell.complaint("quota", "default", "--dram-share", "1GiB")
+    assert "--dram" in shell.complaint("quota", "default", "--dram", "much")
+    assert "allowed is [0-9a-z-]" in shell.complaint("quota", "Not A Name", "--dram", "1GiB")
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.keys import KEY_DTYPE
+from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.eviction.lru import LruPolicy
-from kvstore.server.shard.shard import IndexSegment, NamespaceInfo, Session, Shard
+from kvstore.server.shard.blocks import NamespaceInfo
+from kvstore.server.shard.shard import IndexSegment, Session, Shard
 from kvstore.wire.messages import REF, KeyRequest
 
 CHUNK = 32 << 10
@@ -20,22 +22,25 @@ def segment(size_bytes: int) -> IndexSegment:
     return IndexSegment(-1, np.zeros(-(-size_bytes // 16), dtype=np.complex128).view(np.uint8))
 
 
-def new_shard(chunks: int = 6, *, index_entries: int = 16) -> tuple[Shard, NDArray[np.uint32]]:
+def new_shard(
+    chunks: int = 6, *, index_entries: int = 16, watermark_bytes: int = 0
+) -> tuple[Shard, NDArray[np.uint32]]:
     """A small shard and its touch board."""
     board = np.zeros(chunks * CHUNK // 4096, dtype=np.uint32)
     shard = Shard(
         pool_bytes=chunks * CHUNK,
         chunk_bytes=CHUNK,
         new_segment=segment,
-        policy=LruPolicy(board),
+        make_policy=lambda: LruPolicy(board),
         index_entries=index_entries,
+        watermark_bytes=watermark_bytes,
     )
     return shard, board
 
 
-def namespace(number: int, layers: int, layer_bytes: int) -> NamespaceInfo:
+def namespace(number: int, layers: int, layer_bytes: int, tenant: str = DEFAULT_TENANT) -> NamespaceInfo:
     """A namespace with a made-up digest."""
-    return NamespaceInfo(bytes([number]) * 16, layers, layer_bytes, f"model-{number}")
+    return NamespaceInfo(bytes([number]) * 16, layers, layer_bytes, f"model-{number}", tenant)
 
 
 def keys(*numbers: int) -> Rows:

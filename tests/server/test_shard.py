@@ -6,7 +6,9 @@ import pytest
 from kvstore.core.errors import BlockTooLarge, NamespaceMismatch, UsageError
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader
-from kvstore.server.shard.shard import NAMESPACES_MAX, IndexSegment, NamespaceInfo, Shard
+from kvstore.server.eviction.lru import LruPolicy
+from kvstore.server.shard.blocks import NamespaceInfo
+from kvstore.server.shard.shard import NAMESPACES_MAX, IndexSegment, Shard
 from kvstore.wire.messages import KeyRequest
 from tests.server.shards import CHUNK, keys, namespace, new_shard, refs, reserve, segment, states, store
 
@@ -225,8 +227,14 @@ def test_the_index_grows_with_the_blocks_and_readers_of_the_old_one_are_told() -
         made.append(segment(size_bytes))
         return made[-1]
 
-    policy = new_shard(64)[0].policy
-    shard = Shard(pool_bytes=64 * CHUNK, chunk_bytes=CHUNK, new_segment=new_segment, policy=policy, index_entries=4)
+    board = np.zeros(64 * CHUNK // 4096, np.uint32)
+    shard = Shard(
+        pool_bytes=64 * CHUNK,
+        chunk_bytes=CHUNK,
+        new_segment=new_segment,
+        make_policy=lambda: LruPolicy(board),
+        index_entries=4,
+    )
     shard.open_namespace(SMALL)
     session = shard.open_session()
     before = IndexReader(made[0].memory)

@@ -17,12 +17,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core.errors import NamespaceMismatch
 from kvstore.core.states import BlockState, PutStatus
+from kvstore.server.eviction.tenants import Quota
 from kvstore.server.shard.shard import Session
 from kvstore.testing.clock import FakeClock
 from kvstore.wire.messages import ANY_NAMESPACE, REF, KeyRequest
 from tests.server.shards import CHUNK, Rows, keys, namespace, new_shard, reserve
 
-SPACES = [namespace(1, 1, 100), namespace(2, 2, 4500), namespace(3, 4, 8000)]  # slots of 4, 12 and 32 KiB
+TENANTS = ["ann", "bob", "cid"]
+# Slots of 4, 12 and 32 KiB, each of a tenant of its own.
+SPACES = [namespace(1, 1, 100, "ann"), namespace(2, 2, 4500, "bob"), namespace(3, 4, 8000, "cid")]
 LAYERS = [space.layers for space in SPACES]
 NUMBERS = 30  # keys of each namespace
 SESSIONS = 3
@@ -86,11 +89,12 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.blocks: list[Block] = []  # in use, in no order
         self.leases: dict[int, Lease] = {}
+        self.quotas: dict[str, Quota] = {}
 
     @initialize(chunks=st.integers(1, 6))
     def start(self, chunks: int) -> None:
         self.chunks = chunks
-        self.shard, self.board = new_shard(chunks, index_entries=4)
+        self.shard, self.board = new_shard(chunks, index_entries=4, watermark_bytes=8192)
         assert [self.shard.open_namespace(space) for space in SPACES] == [0, 1, 2]
         self.clients = [Client(self.shard.open_session()) for _ in range(SESSIONS)]
 
@@ -151,6 +155,26 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         if space != other and any(self.visible(key) for key in chosen):
             with pytest.raises(NamespaceMismatch, match=f"model-{other + 1}"):
                 self.shard.reserve(self.clients[client].session, request, self.clock.now_s)
+
+    # --- quotas ------------------------------------------------------------------------------------------------------
+
+    @rule(tenant=st.sampled_from(TENANTS), limit=st.sampled_from([0, 5, 9, 20]), share=st.sampled_from([0, 3, 8]))
+    def give_a_quota(self, tenant: str, limit: int, share: int) -> None:
+        self.quotas[tenant] = Quota(limit * 4096, share * 4096)
+        self.shard.set_quotas(self.quotas, {})
+
+    @rule()
+    def make_room_ahead(self) -> None:
+        before = self.used()
+        self.expire_in_model()
+        self.shard.tick(self.clock.now_s)
+        self.learn_evictions()
+        for space, (had, has) in enumerate(zip(before, self.used(), strict=True)):
+            quota = self.quota(space)
+            if not quota.limit or had <= quota.limit:
+                assert has >= min(had, quota.share), "a block was taken from a tenant's share to make room for nobody"
+            elif has > quota.limit:
+                assert not any(block.may_go for block in self.blocks if block.space == space)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -260,6 +284,11 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         assert gauges["pinned_blocks"] == sum(block.pins > 0 for block in self.blocks)
 
     @invariant()
+    def every_slot_counts_on_its_tenants_quota(self) -> None:
+        told = {row["tenant"]: row["used"] for row in self.shard.tenants.describe()}
+        assert [told[tenant] for tenant in TENANTS] == self.used()
+
+    @invariant()
     def every_key_is_where_the_model_has_it(self) -> None:
         everything = list(range(NUMBERS * len(SPACES)))
         rows = self.shard.lookup(KeyRequest(ANY_NAMESPACE, keys(*everything)))
@@ -285,6 +314,7 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         chosen = [self.key(space, number) for number in batch]
         self.expire_in_model()
         expected = self.expected_statuses(chosen)
+        before = self.used()
         rows = reserve(self.shard, self.clients[client].session, space, chosen, self.clock.now_s, ttl_ms)
         self.learn_evictions()
         granted: list[Block] = []
@@ -294,15 +324,30 @@ class ShardAgainstAModel(RuleBasedStateMachine):
             elif row["status"] == PutStatus.STORED:
                 granted.append(self.grant(client, key, row, ttl_ms))
             else:
-                assert row["status"] == PutStatus.NO_ROOM
-        if PutStatus.NO_ROOM in rows["status"]:
-            slot = self.shard.allocator.slot_bytes_for(SPACES[space].slot_bytes)
+                assert row["status"] in {PutStatus.NO_ROOM, PutStatus.OVER_QUOTA}
+        slot = self.shard.allocator.slot_bytes_for(SPACES[space].slot_bytes)
+        after, quota = self.used(), self.quota(space)
+        if granted and quota.limit:
+            assert after[space] <= quota.limit
+        for other in set(range(len(SPACES))) - {space}:
+            assert after[other] >= min(before[other], self.quota(other).share), "another tenant's share was taken"
+        if PutStatus.OVER_QUOTA in rows["status"]:
+            assert 0 < quota.limit < after[space] + slot
+            assert not any(block.may_go for block in self.blocks if block.space == space and block.slot_bytes == slot)
+        if PutStatus.NO_ROOM in rows["status"] and not any(quota.share for quota in self.quotas.values()):
             assert not self.room_for(slot), "refused although something could have gone"
         self.clients[client].granted += granted
         return granted
 
+    def used(self) -> list[int]:
+        """Bytes of slots of each space, which is each tenant."""
+        return [sum(block.slot_bytes for block in self.blocks if block.space == space) for space in range(len(SPACES))]
+
+    def quota(self, space: int) -> Quota:
+        return self.quotas.get(TENANTS[space], Quota())
+
     def expected_statuses(self, chosen: list[int]) -> list[PutStatus | None]:
-        """What must be answered; None where it is STORED or NO_ROOM."""
+        """What must be answered; None where it is STORED or a refusal."""
         expected: list[PutStatus | None] = []
         for place, key in enumerate(chosen):
             block = self.visible(key)

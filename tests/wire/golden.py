@@ -38,7 +38,7 @@ def rows(dtype: np.dtype[Any], **columns: list[int]) -> bytes:
 def frames() -> dict[str, bytes]:
     """Frames of the data protocol: each operation's request, and its answer where that has bytes of its own."""
     keys = KeyRequest(namespace=3, keys=KEYS)
-    opened = {"digest": "00" * 16, "layers": 2, "layer_bytes": 512, "label": "model@rev"}
+    opened = {"digest": "00" * 16, "layers": 2, "layer_bytes": 512, "label": "model@rev", "tenant": "default"}
     amounts = np.arange(len(REPORT_FIELDS), dtype=U64).tobytes()
     reserve = KeyRequest(namespace=3, keys=KEYS, ttl_ms=30_000, size_bytes=1024)
     answers = {
@@ -72,6 +72,7 @@ def frames() -> dict[str, bytes]:
         Op.FETCH: KeyRequest(namespace=3, keys=KEYS, layers=(0, 2)).encode(),
         Op.TOUCH: keys.encode(),
         Op.PROMOTE: keys.encode(),
+        Op.QUOTAS: encode_json({"default": [8, 4, 0, 0]}),
     }
     named = {op.name: encode(op, op, body) for op, body in requests.items()}
     named["RELEASE"] = encode(Op.RELEASE, Op.RELEASE, LeaseRequest(LEASES).encode(), flags=NO_REPLY)

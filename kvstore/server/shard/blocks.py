@@ -1,14 +1,41 @@
-"""What the shard knows of each block beyond the index: a row of fixed width per handle, no Python object per block."""
+"""What the shard knows of namespaces, and of each block beyond the index: a row of fixed width per handle, no Python
+object per block.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.core.namespace import DEFAULT_TENANT
+from kvstore.transport.trailer import slot_payload_bytes
+
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """What the shard needs to know of a namespace. The digest stands for all the rest."""
+
+    digest: bytes
+    layers: int
+    layer_bytes: int
+    label: str  # model and revision, for people
+    tenant: str = DEFAULT_TENANT  # whose quota its blocks count on
+
+    @property
+    def block_bytes(self) -> int:
+        """Payload of one block."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Payload and checksum trailer of one block."""
+        return slot_payload_bytes(self.block_bytes, self.layers)
 
 
 class Life(IntEnum):

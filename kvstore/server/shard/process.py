@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import array
 import os
+import re
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,9 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import BlockTooLarge, NamespaceMismatch, ProtocolError, Unavailable, UsageError
+from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.server.eviction.lru import LruPolicy
-from kvstore.server.shard.shard import IndexSegment, NamespaceInfo, Session, Shard
+from kvstore.server.eviction.tenants import Quota
+from kvstore.server.shard.blocks import NamespaceInfo
+from kvstore.server.shard.shard import IndexSegment, Session, Shard
 from kvstore.server.shard.tiering import Admission
 from kvstore.server.tiers.disk.client import DiskLink, start_disk_worker
 from kvstore.transport.memory import create_segment, map_segment, prefault, read_only
@@ -43,6 +47,8 @@ from kvstore.wire.messages import (
 _ATTACH = int(Op.ATTACH)
 SESSIONS_MAX = 4096
 LABEL_CHARS_MAX = 200
+TENANTS_TOLD_MAX = 1024
+TENANT_PATTERN = "[0-9a-z-]{1,32}"
 NAMESPACES_TOLD_MAX = 256  # the largest ones: an answer has to fit into one message
 BACKLOG_BYTES_MAX = 8 << 20  # unread replies; a client that lets more pile up is disconnected
 TICK_S = 0.1
@@ -67,6 +73,8 @@ class ShardConfig:
     disk_dir: str = ""  # of this shard's SSD tier
     disk_bytes: int = 0  # its capacity; 0 = none
     admission: str = Admission.SECOND.value
+    watermark_bytes: int = 0
+    quotas: dict[str, tuple[int, int, int, int]] = field(default_factory=dict[str, tuple[int, int, int, int]])
 
 
 class Pool:
@@ -115,9 +123,11 @@ class ShardServer:
             pool_bytes=config.pool_bytes,
             chunk_bytes=config.chunk_bytes,
             new_segment=IndexMemory().new_segment,
-            policy=LruPolicy(self._pool.touch_board),
+            make_policy=lambda: LruPolicy(self._pool.touch_board),
             disk_bytes=config.disk_bytes,
+            watermark_bytes=config.watermark_bytes,
         )
+        self._shard.set_quotas(*_quotas(config.quotas))
         self._disk: DiskSide | None = None
         if config.disk_bytes:
             self._disk = DiskSide(config, self._pool, self._shard)
@@ -154,7 +164,7 @@ class ShardServer:
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + TICK_S
-                self._shard.expire(now_s)
+                self._shard.tick(now_s)
                 self._shard.note_warm(self._pool.warm_bytes)
                 if self._disk is not None:
                     self._disk.tick(now_s)
@@ -262,6 +272,10 @@ class ShardServer:
             answer = shard.flush(body).to_bytes(8, "little")
             shard.flush_on_disk(body, lambda: later(answer))
 
+        def quotas(_: Session, body: bytes, __: float, ___: Later) -> bytes:
+            shard.set_quotas(*_quotas(decode_json(body)))
+            return b""
+
         def report(_: Session, body: bytes, __: float, ___: Later) -> bytes:
             amounts = decode_rows(body, U64, len(REPORT_FIELDS)).tolist()
             shard.note_report(dict(zip(REPORT_FIELDS, amounts, strict=True)))
@@ -290,6 +304,7 @@ class ShardServer:
             int(Op.FLUSH): flush,
             int(Op.STATS): lambda _, __, ___, ____: encode_json(self._stats()),
             int(Op.REPORT): report,
+            int(Op.QUOTAS): quotas,
         }
 
     def _attach(self, connection: _Connection, frame: Frame) -> None:
@@ -346,6 +361,7 @@ class ShardServer:
             "gauges": {**shard.gauges(), "sessions": self._connections},
             "counters": asdict(shard.counters),
             "namespaces": sorted(shard.namespaces(), key=lambda space: -int(space["bytes"]))[:NAMESPACES_TOLD_MAX],
+            "quotas": _told(shard.tenants.describe()),
             **({} if self._disk is None else {"disk": self._disk.stats()}),
         }
 
@@ -407,7 +423,8 @@ class DiskSide:
             "scan_complete": tiering.scan_complete,
             "queued_bytes": 0 if self._link is None else self._link.store_bytes,
             "counters": asdict(tiering.counters),
-            "worker": tiering.disk_stats,
+            "worker": {name: value for name, value in tiering.disk_stats.items() if name != "quotas"},
+            "quotas": _told(tiering.disk_stats.get("quotas", [])),
         }
 
     def close(self) -> None:
@@ -419,7 +436,7 @@ class DiskSide:
     def _start(self) -> None:
         config = self._config
         self._child, self._link = start_disk_worker(
-            config.shard, Path(config.disk_dir), config.disk_bytes, self._pool.fd, config.boot_id
+            config.shard, Path(config.disk_dir), config.disk_bytes, self._pool.fd, config.pool_bytes, config.boot_id
         )
         self._shard.use_disk(self._link, self._pool.touch_board, Admission(config.admission))
 
@@ -441,12 +458,27 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
             layers=int(description["layers"]),
             layer_bytes=int(description["layer_bytes"]),
             label=_printable(str(description.get("label", ""))[:LABEL_CHARS_MAX]),
+            tenant=str(description.get("tenant", DEFAULT_TENANT)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as cause:  # JSON knows infinity
         raise UsageError("a namespace is announced as digest (hex), layers, layer_bytes, label") from cause
     if len(info.digest) != 16 or not 1 <= info.layers <= 4096 or info.layer_bytes < 1:
         raise UsageError("a namespace has a digest of 16 bytes, 1 to 4096 layers and at least one byte per layer")
+    if not re.fullmatch(TENANT_PATTERN, info.tenant):
+        raise UsageError(f"tenant {info.tenant[:40]!r}: allowed are {TENANT_PATTERN}")
     return info
+
+
+def _quotas(told: dict[str, Any]) -> tuple[dict[str, Quota], dict[str, Quota]]:
+    """Quotas of DRAM and of the SSD, by tenant."""
+    dram = {tenant: Quota(limit=amounts[0], share=amounts[1]) for tenant, amounts in told.items()}
+    return dram, {tenant: Quota(limit=amounts[2], share=amounts[3]) for tenant, amounts in told.items()}
+
+
+def _told(tenants: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with a quota and the largest of the others: an answer has to fit into one message."""
+    most = sorted(tenants, key=lambda tenant: (not (tenant["limit"] or tenant["share"]), -tenant["used"]))
+    return most[:TENANTS_TOLD_MAX]
 
 
 def _printable(text: str) -> str:

@@ -27,11 +27,11 @@ from kvstore.core.keys import KEY_DTYPE
 from kvstore.core.states import BlockState, PutStatus, Tier
 from kvstore.index import IndexReader, IndexWriter, Probe, buckets_for, index_bytes
 from kvstore.index.layout import POOL_UNIT_BYTES
-from kvstore.server.allocator import SlotAllocator
+from kvstore.server.allocator import GRANULE_BYTES_MIN, SlotAllocator
 from kvstore.server.eviction.base import EvictionPolicy
-from kvstore.server.shard.blocks import BlockTable, Life
+from kvstore.server.eviction.tenants import NOBODY, Quota, Tenants
+from kvstore.server.shard.blocks import BlockTable, Life, NamespaceInfo
 from kvstore.server.shard.tiering import Admission, Disk, Tiering
-from kvstore.transport.trailer import slot_payload_bytes
 from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
 
 I64 = NDArray[np.int64]
@@ -42,6 +42,7 @@ Rows = NDArray[np.void]
 INDEX_LOAD_MAX = 0.85
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
+FREE_UP_BLOCKS = 1024  # looked at in one step
 DISK_OWNER = 0xFFFFFFFF  # of slots that the disk worker is filling for a block that was deleted
 _WITH_SLOT = (Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED, Life.LOADING)
 _RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
@@ -54,26 +55,6 @@ class IndexSegment(NamedTuple):
     memory: NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceInfo:
-    """What the shard needs to know of a namespace. The digest stands for all the rest."""
-
-    digest: bytes
-    layers: int
-    layer_bytes: int
-    label: str  # model and revision, for people
-
-    @property
-    def block_bytes(self) -> int:
-        """Payload of one block."""
-        return self.layers * self.layer_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        """Payload and checksum trailer of one block."""
-        return slot_payload_bytes(self.block_bytes, self.layers)
-
-
 @dataclass(slots=True)
 class Counters:
     """Totals since the start. Names are those of the metrics (docs/operating.md)."""
@@ -83,6 +64,7 @@ class Counters:
     committed_bytes: int = 0
     duplicate_puts: int = 0
     refused_puts: int = 0
+    over_quota_puts: int = 0
     aborted_blocks: int = 0
     expired_reservations: int = 0
     evicted_blocks: int = 0
@@ -120,9 +102,10 @@ class Shard:
     Args:
         pool_bytes, chunk_bytes: the pool, see `SlotAllocator`.
         new_segment: makes zeroed shared memory for an index of that many bytes.
-        policy: eviction order of committed blocks.
+        make_policy: makes an eviction order, empty: one for each tenant with a quota, one for all others.
         index_entries: entries that the first index is sized for; it grows by itself.
         disk_bytes: capacity of the SSD tier that `use_disk` will bring; 0 = none.
+        watermark_bytes: kept free ahead of need, by `tick`.
     """
 
     def __init__(
@@ -131,19 +114,23 @@ class Shard:
         pool_bytes: int,
         chunk_bytes: int,
         new_segment: Callable[[int], IndexSegment],
-        policy: EvictionPolicy,
+        make_policy: Callable[[], EvictionPolicy],
         index_entries: int = 1 << 16,
         disk_bytes: int = 0,
+        watermark_bytes: int = 0,
     ) -> None:
         self.allocator = SlotAllocator(pool_bytes, chunk_bytes)
         self.blocks = BlockTable((pool_bytes + disk_bytes) // POOL_UNIT_BYTES)
         self.tiering: Tiering | None = None
         self.counters = Counters()
-        self.policy = policy
+        self.tenants = Tenants(make_policy, self._owners)
+        self._watermark_bytes = watermark_bytes
+        self._disk_quotas: dict[str, Quota] = {}
         self._new_segment = new_segment
         self._use_index(index_entries)
         self._namespaces: list[NamespaceInfo] = []
         self._namespace_ids: dict[bytes, int] = {}
+        self._tenant_of: I64 = np.zeros(0, dtype=np.int64)  # by namespace
         self._sessions = 0
         self._generation = 1
         self._leases: dict[int, _Lease] = {}
@@ -155,6 +142,7 @@ class Shard:
     def use_disk(self, disk: Disk, touch_board: NDArray[np.uint32], admission: Admission) -> None:
         """Begin with a disk worker, the first one or the successor of one that died."""
         self.tiering = Tiering(self, self.blocks, disk, touch_board, admission)
+        self.tiering.set_quotas(self._disk_quotas)
 
     # --- sessions and namespaces -------------------------------------------------------------------------------------
 
@@ -201,6 +189,7 @@ class Shard:
             raise UsageError(f"this shard serves {NAMESPACES_MAX} namespaces already, its limit")
         self._namespaces.append(info)
         self._namespace_ids[info.digest] = len(self._namespaces) - 1
+        self._tenant_of = np.append(self._tenant_of, self.tenants.number(info.tenant))
         return len(self._namespaces) - 1
 
     def namespace(self, number: int) -> NamespaceInfo:
@@ -212,6 +201,18 @@ class Shard:
         if number >= len(self._namespaces):
             raise NamespaceMismatch(f"unknown namespace number {number}; open the namespace first")
         return self._namespaces[number]
+
+    def set_quotas(self, dram: dict[str, Quota], disk: dict[str, Quota]) -> None:
+        """Put these quotas in force, by tenant, in place of all former ones.
+
+        A tenant above a new limit gives blocks back when it next stores, or at the next `tick`.
+        """
+        committed = self.blocks.select(Life.COMMITTED)
+        owners = self._owners(committed)
+        self.tenants.set_quotas(dram, lambda number: committed[owners == number])
+        self._disk_quotas = disk
+        if self.tiering is not None:
+            self.tiering.set_quotas(disk)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +301,7 @@ class Shard:
     def reserve(self, session: Session, request: KeyRequest, now_s: float) -> Rows:
         """Give the caller a slot for every key that nobody has: `RESERVE_ROW`, shape (n,).
 
-        `status` is STORED where the slot is the caller's to fill, else EXISTS, PENDING or NO_ROOM.
+        `status` is STORED where the slot is the caller's to fill, else EXISTS, PENDING, NO_ROOM or OVER_QUOTA.
 
         Raises:
             NamespaceMismatch: unknown namespace, or blocks of another size than it has.
@@ -331,18 +332,30 @@ class Shard:
         fresh = absent[_first_of_each(request.keys[absent])]
         rows["status"][fresh] = PutStatus.STORED
         granted = self._reserve_fresh(session, request, info, fresh, rows, now_s)
-        refused = fresh[granted:]
-        rows["status"][refused] = PutStatus.NO_ROOM
-        self.counters.refused_puts += len(refused)
+        self._refuse(request.namespace, rows, fresh[granted:])
         return rows
+
+    def _refuse(self, namespace: int, rows: Rows, refused: I64) -> None:
+        if not len(refused):
+            return
+        tenant = int(self._tenant_of[namespace])
+        slot_bytes = self.allocator.slot_bytes_for(self._namespaces[namespace].slot_bytes)
+        if self.tenants.room(tenant) < slot_bytes:
+            rows["status"][refused] = PutStatus.OVER_QUOTA
+            self.tenants.refused[tenant] += len(refused)
+            self.counters.over_quota_puts += len(refused)
+        else:
+            rows["status"][refused] = PutStatus.NO_ROOM
+            self.counters.refused_puts += len(refused)
 
     def _reserve_fresh(
         self, session: Session, request: KeyRequest, info: NamespaceInfo, fresh: I64, rows: Rows, now_s: float
     ) -> int:
         """Reserve the first keys of `fresh` that there is room for; how many."""
-        offsets = self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), len(fresh))
+        tenant = int(self._tenant_of[request.namespace])
+        offsets = self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), len(fresh), tenant)
         count = min(len(offsets), self.blocks.available)
-        self.allocator.free(offsets[count:])
+        self._free(offsets[count:], tenant)
         offsets = offsets[:count]
         if not count:
             return 0
@@ -357,7 +370,7 @@ class Shard:
                 request.keys[chosen], generations, offsets, sizes, handles, request.namespace, info.layers
             )
         except IndexFull:
-            self.allocator.free(offsets)
+            self._free(offsets, tenant)
             self.blocks.give_back(handles)
             return 0
         blocks = self.blocks
@@ -396,7 +409,7 @@ class Shard:
         self._index.set_status(done, BlockState.COMMITTED, layers)
         self.blocks.life[done] = Life.COMMITTED
         self.blocks.owner[done] = 0
-        self.policy.admit(done)
+        self.tenants.admit(done)
         if self.tiering is not None:
             self.tiering.committed(done)
         self.counters.committed_blocks += len(done)
@@ -489,6 +502,20 @@ class Shard:
             self.counters.expired_reservations += int(np.count_nonzero(still))
             self._retire(handles[still])
 
+    def tick(self, now_s: float) -> None:
+        """What is due by time, and room ahead of need: a put then seldom has to wait for an eviction."""
+        self.expire(now_s)
+        tenants = self.tenants
+        for group, number in tenants.members.items():
+            self._free_up(-tenants.room(number), number, group)
+        if self.allocator.free_bytes >= self._watermark_bytes:
+            return
+        missing = 2 * self._watermark_bytes - self.allocator.free_bytes
+        tired: set[int] = set()
+        while missing > 0 and (group := tenants.next_to_give(NOBODY, tired)) is not None:
+            missing -= self._free_up(min(missing, tenants.spare(group, NOBODY)), NOBODY, group)
+            tired.add(group)
+
     # --- the SSD tier's side (`tiering.ShardSide`) -------------------------------------------------------------------
 
     def slots_for(self, handles: I64) -> I64:
@@ -497,11 +524,15 @@ class Shard:
         count = int(
             np.argmin(np.append(sizes == sizes[0], False))
         )  # of one size at a time; the rest is asked for again
+        # One tenant at a time, too: its quota decides.
+        owners = self._owners(handles[:count])
+        count = int(np.argmin(np.append(owners == owners[0], False)))
         info = self._namespaces[int(self.blocks.namespace[handles[0]])]
-        return self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), count)
+        return self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), count, int(owners[0]))
 
-    def free_slots(self, offsets: I64) -> None:
-        """Give slots back."""
+    def free_slots(self, handles: I64, offsets: I64) -> None:
+        """Give slots back that were meant for these blocks."""
+        self.tenants.give(self._owners(handles), self.allocator.slot_bytes_of(offsets))
         self.allocator.free(offsets)
 
     def next_generations(self, count: int) -> NDArray[np.uint64]:
@@ -521,7 +552,7 @@ class Shard:
         blocks.offset[handles] = offsets
         blocks.holds[handles] = 0
         self._index.relocate(handles, generations, offsets, Tier.DRAM)
-        self.policy.admit(handles)
+        self.tenants.admit(handles)
 
     def forget(self, handles: I64) -> None:
         """These blocks are nowhere any more."""
@@ -543,9 +574,8 @@ class Shard:
         found = self._reader.probe(keys)
         return np.where(found.positions >= 0, found.handles, -1)
 
-    def add_on_disk(self, digest: bytes, layers: int, layer_bytes: int, keys: Rows) -> I64:
+    def add_on_disk(self, info: NamespaceInfo, keys: Rows) -> I64:
         """Take in blocks that the SSD has and the index does not; their handles."""
-        info = NamespaceInfo(digest, layers, layer_bytes, f"found on disk: {digest.hex()}")
         try:
             number = self.open_namespace(info)
         except UsageError:  # of other geometry, or too large for this pool: it can't be served
@@ -557,7 +587,7 @@ class Shard:
         sizes = np.full(count, info.block_bytes, dtype=np.int64)
         self._make_index_room(count)
         try:
-            self._index.insert(keys[:count], generations, nowhere, sizes, handles, number, layers, tier=Tier.DISK)
+            self._index.insert(keys[:count], generations, nowhere, sizes, handles, number, info.layers, tier=Tier.DISK)
         except IndexFull:
             self.blocks.give_back(handles)
             return np.zeros(0, dtype=np.int64)
@@ -569,11 +599,6 @@ class Shard:
         blocks.holds[handles] = 0
         blocks.namespace[handles] = number
         return handles
-
-    def geometry(self, namespace: int) -> tuple[bytes, int, int]:
-        """Digest, layers and bytes per layer of a namespace."""
-        info = self._namespaces[namespace]
-        return info.digest, info.layers, info.layer_bytes
 
     def note_report(self, amounts: dict[str, int]) -> None:
         """Add what a client did without asking: reads through shared memory never pass here."""
@@ -615,6 +640,7 @@ class Shard:
             {
                 "digest": info.digest.hex(),
                 "label": info.label,
+                "tenant": info.tenant,
                 "blocks": int(count),
                 "bytes": int(count) * info.block_bytes,
             }
@@ -685,7 +711,7 @@ class Shard:
             _, first = np.unique(handles, return_index=True)
             used = handles[np.sort(first)]
             used = used[self.blocks.life[used] == Life.COMMITTED]
-            self.policy.touch(used)
+            self.tenants.touch(used)
             if self.tiering is not None:
                 self.tiering.used_again(used)
 
@@ -705,7 +731,7 @@ class Shard:
         blocks.owner[loading] = DISK_OWNER
         handles = handles[(life != Life.ON_DISK) & (life != Life.LOADING)]
         committed = handles[blocks.life[handles] == Life.COMMITTED]
-        self.policy.remove(committed)
+        self.tenants.remove(committed)
         writing = (blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] != 0)
         blocks.life[handles[writing]] = Life.QUARANTINED
         self._let_go(handles[~writing])
@@ -716,7 +742,7 @@ class Shard:
         held = blocks.holds[handles] > 0
         blocks.life[handles[held]] = Life.CONDEMNED
         free = handles[~held]
-        self.allocator.free(blocks.offset[free])
+        self.free_slots(free, blocks.offset[free])
         blocks.give_back(free)
 
     def _end_lease(self, number: int) -> None:
@@ -732,46 +758,104 @@ class Shard:
             handles = np.unique(condemned)
             self._let_go(handles[blocks.holds[handles] == 0])
 
-    def _allocate(self, slot_bytes: int, count: int) -> I64:
-        """Up to `count` slots, evicting what the policy offers until there are enough or nothing may go."""
+    def _owners(self, handles: I64) -> I64:
+        """The tenant of each block. Shape (n,)."""
+        return self._tenant_of[self.blocks.namespace[handles]]
+
+    def _free(self, offsets: I64, tenant: int) -> None:
+        """Give back slots that a tenant has not used yet."""
+        self.tenants.take(tenant, -int(self.allocator.slot_bytes_of(offsets).sum()))
+        self.allocator.free(offsets)
+
+    def _allocate(self, slot_bytes: int, count: int, tenant: int) -> I64:
+        """Up to `count` slots for a tenant, evicting its own blocks where its limit asks for it, and otherwise what the
+        policies offer, until there are enough or nothing may go.
+        """
+        tenants = self.tenants
+        if count * slot_bytes > tenants.room(tenant):
+            self._free_up(count * slot_bytes - tenants.room(tenant), tenant, tenants.group_of(tenant))
+            count = max(0, min(count, tenants.room(tenant) // slot_bytes))
         offsets = self.allocator.allocate(slot_bytes, count)
+        tired: set[int] = set()
+        looks_left = {group: 2 * len(tenants.policy(group)) for group in tenants.groups}  # at blocks that must stay
         stuck: Mask | None = None
-        looks_left = 2 * len(self.policy)  # at blocks that must stay
-        while len(offsets) < count and looks_left > 0:
-            candidates = self.policy.candidates(count - len(offsets))
-            if not len(candidates):
-                break
+        while len(offsets) < count and (group := tenants.next_to_give(tenant, tired)) is not None:
+            candidates = self._candidates(group, count - len(offsets), tenants.spare(group, tenant))
             same = self.allocator.slot_bytes_of(self.blocks.offset[candidates]) == slot_bytes
-            if stuck is None and not same.all():
-                stuck = self._stuck_chunks()
-            looks_left -= self._evict(candidates, same, stuck)
+            if not same.all() and (stuck is None or len(tenants.groups) > 1):
+                stuck = self._stuck_chunks(tenant)
+            looks_left[group] -= self._evict(group, candidates, same, stuck)
+            if not len(candidates) or looks_left[group] <= 0:
+                tired.add(group)
             offsets = np.concatenate([offsets, self.allocator.allocate(slot_bytes, count - len(offsets))])
+        tenants.take(tenant, len(offsets) * slot_bytes)
         return offsets
 
-    def _evict(self, candidates: I64, same: Mask, stuck: Mask | None) -> int:
+    def _candidates(self, group: int, count: int, spare_bytes: int) -> I64:
+        """Up to `count` blocks of a group to evict, of no more than so many bytes in all."""
+        policy = self.tenants.policy(group)
+        candidates = policy.candidates(count)
+        fitting = np.cumsum(self.allocator.slot_bytes_of(self.blocks.offset[candidates])) <= spare_bytes
+        if not fitting.all():
+            policy.restore(candidates[~fitting])
+            candidates = candidates[fitting]
+        return candidates
+
+    def _free_up(self, wanted_bytes: int, taker: int, group: int) -> int:
+        """Evict blocks of a group, of whatever size, until so many bytes are free or nothing may go; bytes freed."""
+        policy = self.tenants.policy(group)
+        looks_left = 2 * len(policy)
+        freed = 0
+        while freed < wanted_bytes and looks_left > 0:
+            count = min(FREE_UP_BLOCKS, -(-(wanted_bytes - freed) // GRANULE_BYTES_MIN))
+            candidates = policy.candidates(count)
+            if not len(candidates):
+                break
+            stays = (self.blocks.holds[candidates] > 0) | (self.blocks.pins[candidates] > 0)
+            policy.touch(candidates[stays][::-1])
+            looks_left -= int(np.count_nonzero(stays))
+            loose = candidates[~stays]
+            sizes = np.cumsum(self.allocator.slot_bytes_of(self.blocks.offset[loose]))
+            enough = int(np.searchsorted(sizes, wanted_bytes - freed)) + 1
+            allowed = int(np.searchsorted(sizes, self.tenants.spare(group, taker), side="right"))
+            going = loose[: min(enough, allowed)]
+            policy.restore(loose[len(going) :])
+            if not len(going) and len(loose):
+                break  # one more would be taken from its share
+            freed += int(self.allocator.slot_bytes_of(self.blocks.offset[going]).sum())
+            self._drop(going)
+        return freed
+
+    def _evict(self, group: int, candidates: I64, same: Mask, stuck: Mask | None) -> int:
         """Evict those that may go: blocks of the wanted slot size (`same`) one by one, else the whole chunk of one of
         another size. How many have to stay.
         """
-        blocks = self.blocks
+        blocks, policy = self.blocks, self.tenants.policy(group)
         stays = (blocks.holds[candidates] > 0) | (blocks.pins[candidates] > 0)
         if stuck is not None:
             stays |= ~same & stuck[self.allocator.chunk_of(blocks.offset[candidates])]
-        self.policy.touch(candidates[stays][::-1])
+        policy.touch(candidates[stays][::-1])
         self._drop(candidates[~stays & same])
         others = candidates[~stays & ~same]
         if len(others):
             mates = self._chunk_mates(int(others[0]))
-            self.policy.restore(others[~np.isin(others, mates)])
+            policy.restore(others[~np.isin(others, mates)])
             self._drop(mates)
         return int(np.count_nonzero(stays))
 
-    def _stuck_chunks(self) -> Mask:
-        """Which chunks can't be emptied, because one of their blocks is pinned, held or being written."""
+    def _stuck_chunks(self, taker: int) -> Mask:
+        """Which chunks can't be emptied for a tenant: one of their blocks is pinned, held, being written, or of a
+        tenant that could fall below its share.
+        """
         blocks = self.blocks
         given_out = blocks.select(*_WITH_SLOT)
         loose = (
             (blocks.life[given_out] == Life.COMMITTED) & (blocks.holds[given_out] == 0) & (blocks.pins[given_out] == 0)
         )
+        tenants = self.tenants
+        poor = [group for group in tenants.groups if tenants.protected(group, taker, self.allocator.chunk_bytes)]
+        if poor:
+            loose &= ~np.isin(tenants.groups_of(given_out), poor)
         stuck = np.zeros(self.allocator.pool_bytes // self.allocator.chunk_bytes, dtype=np.bool_)
         stuck[self.allocator.chunk_of(blocks.offset[given_out[~loose]])] = True
         return stuck
@@ -792,12 +876,12 @@ class Shard:
         if durable.any() and self.tiering is not None:
             demoted = handles[durable]
             self.tiering.counters.demoted_blocks += len(demoted)
-            self.policy.remove(demoted)
+            self.tenants.remove(demoted)
             generations = self.next_generations(len(demoted))
             self._index.relocate(demoted, generations, np.zeros(len(demoted), dtype=np.int64), Tier.DISK)
             blocks.generation[demoted] = generations
             blocks.life[demoted] = Life.ON_DISK
-            self.allocator.free(blocks.offset[demoted])
+            self.free_slots(demoted, blocks.offset[demoted])
             handles = handles[~durable]
         self._retire(handles)
 

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.server.shard.blocks import BlockTable, Life
+from kvstore.server.eviction.tenants import Quota
+from kvstore.server.shard.blocks import BlockTable, Life, NamespaceInfo
 from kvstore.server.tiers.disk.messages import (
     BLOCKS_MAX,
     LOAD_ROW,
@@ -32,6 +33,7 @@ from kvstore.server.tiers.disk.messages import (
     Gone,
     Loaded,
     LoadStatus,
+    Namespace,
     Removed,
     Scanned,
     StatsAnswer,
@@ -58,7 +60,8 @@ class Admission(Enum):
 class Disk(Protocol):
     """What the shard needs of its disk worker: `kvstore.server.tiers.disk.client.DiskLink`."""
 
-    def submit_store(self, digest: bytes, layers: int, layer_bytes: int, rows: Rows) -> int: ...
+    def submit_quotas(self, quotas: dict[str, Quota]) -> None: ...
+    def submit_store(self, space: Namespace, rows: Rows) -> int: ...
     def submit_load(self, rows: Rows) -> int: ...
     def submit_remove(self, generation: int, keys: Rows) -> int: ...
     def submit_flush(self, generation: int, digest: bytes) -> int: ...
@@ -97,8 +100,8 @@ class ShardSide(Protocol):
         """Slots for some of these blocks, the first ones, evicting others: offsets, shape (at most n,)."""
         ...
 
-    def free_slots(self, offsets: I64) -> None:
-        """Give slots back."""
+    def free_slots(self, handles: I64, offsets: I64) -> None:
+        """Give slots back that were meant for these blocks."""
         ...
 
     def next_generations(self, count: int) -> NDArray[np.uint64]:
@@ -129,12 +132,12 @@ class ShardSide(Protocol):
         """Handle of each key; -1 where it is not in the index."""
         ...
 
-    def add_on_disk(self, digest: bytes, layers: int, layer_bytes: int, keys: Rows) -> I64:
+    def add_on_disk(self, info: NamespaceInfo, keys: Rows) -> I64:
         """Take in blocks that the SSD has and the index does not; their handles."""
         ...
 
-    def geometry(self, namespace: int) -> tuple[bytes, int, int]:
-        """Digest, layers and bytes per layer of a namespace."""
+    def namespace(self, number: int) -> NamespaceInfo:
+        """What is known of a namespace."""
         ...
 
 
@@ -163,9 +166,9 @@ class Tiering:
         self._waiters: list[Waiter] = []
         self._removals: dict[int, Done] = {}
         self._scan = disk.submit_scan()
-        self._scanned_namespaces: dict[int, tuple[bytes, int, int]] = {}
+        self._scanned_namespaces: dict[int, NamespaceInfo] = {}
         self.scan_complete = False
-        self.disk_stats: dict[str, int] = {}
+        self.disk_stats: dict[str, Any] = {}
         self.counters = DiskCounters()
 
     # --- what happens in the shard -----------------------------------------------------------------------------------
@@ -214,6 +217,10 @@ class Tiering:
             request = self._disk.submit_remove(generation, keys[first : first + BLOCKS_MAX])
             last = first + BLOCKS_MAX >= len(keys)
             self._removals[request] = done if last else _nothing
+
+    def set_quotas(self, quotas: dict[str, Quota]) -> None:
+        """What each tenant may have of the SSD from now on."""
+        self._disk.submit_quotas(quotas)
 
     def flush(self, generation: int, digest: bytes, done: Done) -> None:
         """Remove a namespace (empty: all) from the SSD for good; `done` once that is durable."""
@@ -271,7 +278,8 @@ class Tiering:
 
     def _store(self, namespace: int, handles: I64) -> None:
         blocks = self._blocks
-        digest, layers, layer_bytes = self._shard.geometry(namespace)
+        info = self._shard.namespace(namespace)
+        space = Namespace(info.digest, info.layers, info.layer_bytes, info.tenant, info.label)
         # A queue with room for a few of them takes those: halves, until it says no to a single one.
         step = len(handles)
         first = 0
@@ -280,7 +288,7 @@ class Tiering:
             rows = np.zeros(len(part), dtype=STORE_ROW)
             rows["key"] = self._shard.keys_of(part)
             rows["generation"], rows["offset"] = blocks.generation[part], blocks.offset[part]
-            request = self._disk.submit_store(digest, layers, layer_bytes, rows)
+            request = self._disk.submit_store(space, rows)
             if request:
                 self._stores[request] = (part, blocks.generation[part].copy())
                 blocks.storing[part] = True
@@ -319,7 +327,7 @@ class Tiering:
         request = self._disk.submit_load(rows)
         if not request:
             self.counters.refused_promotions += len(granted)
-            self._shard.free_slots(offsets)
+            self._shard.free_slots(granted, offsets)
             return
         blocks.life[granted] = Life.LOADING
         blocks.offset[granted] = offsets
@@ -334,7 +342,7 @@ class Tiering:
         wanted = blocks.life[handles] == Life.LOADING
         arrived = wanted & (answer.statuses == LoadStatus.OK)
         failed = handles[wanted & ~arrived]
-        self._shard.free_slots(offsets[~arrived])
+        self._shard.free_slots(handles[~arrived], offsets[~arrived])
         blocks.life[failed] = Life.ON_DISK
         self._shard.forget(failed)
         self._shard.forget(handles[~wanted])
@@ -357,15 +365,15 @@ class Tiering:
 
     def _scanned(self, answer: Scanned) -> None:
         for row in answer.namespaces:
-            number, layers, layer_bytes = int(row["number"]), int(row["layers"]), int(row["layer_bytes"])
-            self._scanned_namespaces[number] = (bytes(row["digest"]), layers, layer_bytes)
+            label, tenant = bytes(row["label"]).decode(errors="ignore"), bytes(row["tenant"]).decode()
+            info = NamespaceInfo(bytes(row["digest"]), int(row["layers"]), int(row["layer_bytes"]), label, tenant)
+            self._scanned_namespaces[int(row["number"])] = info
         for number in np.unique(answer.blocks["namespace"]).tolist():
             keys = np.ascontiguousarray(answer.blocks["key"][answer.blocks["namespace"] == number])
-            digest, layers, layer_bytes = self._scanned_namespaces[number]
             known = self._shard.find(keys)
             resident = known[known >= 0]
             self._blocks.durable[resident[self._blocks.life[resident] == Life.COMMITTED]] = True
-            added = self._shard.add_on_disk(digest, layers, layer_bytes, keys[known < 0])
+            added = self._shard.add_on_disk(self._scanned_namespaces[number], keys[known < 0])
             self.counters.found_blocks += len(added)
         self.scan_complete |= answer.complete
 

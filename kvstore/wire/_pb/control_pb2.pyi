@@ -104,6 +104,24 @@ class FlushRequest(_message.Message):
     all: bool
     def __init__(self, namespace_digest: _Optional[bytes] = ..., all: bool = ...) -> None: ...
 
+class QuotaRequest(_message.Message):
+    __slots__ = ("tenant", "dram_limit", "dram_share", "disk_limit", "disk_share")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_SHARE_FIELD_NUMBER: _ClassVar[int]
+    DISK_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DISK_SHARE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    dram_limit: int
+    dram_share: int
+    disk_limit: int
+    disk_share: int
+    def __init__(self, tenant: _Optional[str] = ..., dram_limit: _Optional[int] = ..., dram_share: _Optional[int] = ..., disk_limit: _Optional[int] = ..., disk_share: _Optional[int] = ...) -> None: ...
+
+class QuotaReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class CountReply(_message.Message):
     __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]

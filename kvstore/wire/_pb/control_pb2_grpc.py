@@ -64,6 +64,11 @@ class ControlStub(object):
                 request_serializer=kvstore_dot_wire_dot___pb_dot_control__pb2.FlushRequest.SerializeToString,
                 response_deserializer=kvstore_dot_wire_dot___pb_dot_control__pb2.CountReply.FromString,
                 _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvstore.v1.Control/SetQuota',
+                request_serializer=kvstore_dot_wire_dot___pb_dot_control__pb2.QuotaRequest.SerializeToString,
+                response_deserializer=kvstore_dot_wire_dot___pb_dot_control__pb2.QuotaReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -111,6 +116,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetQuota(self, request, context):
+        """Say what a tenant may have of this node, from now on and after restarts; all zero: no quota.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -143,6 +155,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Flush,
                     request_deserializer=kvstore_dot_wire_dot___pb_dot_control__pb2.FlushRequest.FromString,
                     response_serializer=kvstore_dot_wire_dot___pb_dot_control__pb2.CountReply.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvstore_dot_wire_dot___pb_dot_control__pb2.QuotaRequest.FromString,
+                    response_serializer=kvstore_dot_wire_dot___pb_dot_control__pb2.QuotaReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class Control(object):
             '/kvstore.v1.Control/Flush',
             kvstore_dot_wire_dot___pb_dot_control__pb2.FlushRequest.SerializeToString,
             kvstore_dot_wire_dot___pb_dot_control__pb2.CountReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Control/SetQuota',
+            kvstore_dot_wire_dot___pb_dot_control__pb2.QuotaRequest.SerializeToString,
+            kvstore_dot_wire_dot___pb_dot_control__pb2.QuotaReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,8 @@ class ControlStub:
     """Remove blocks by key."""
     Flush: _grpc.UnaryUnaryMultiCallable[_control_pb2.FlushRequest, _control_pb2.CountReply]
     """Remove every block of a namespace, or of all."""
+    SetQuota: _grpc.UnaryUnaryMultiCallable[_control_pb2.QuotaRequest, _control_pb2.QuotaReply]
+    """Say what a tenant may have of this node, from now on and after restarts; all zero: no quota."""
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -61,6 +63,8 @@ class ControlAsyncStub(ControlStub):
     """Remove blocks by key."""
     Flush: _aio.UnaryUnaryMultiCallable[_control_pb2.FlushRequest, _control_pb2.CountReply]  # type: ignore[assignment]
     """Remove every block of a namespace, or of all."""
+    SetQuota: _aio.UnaryUnaryMultiCallable[_control_pb2.QuotaRequest, _control_pb2.QuotaReply]  # type: ignore[assignment]
+    """Say what a tenant may have of this node, from now on and after restarts; all zero: no quota."""
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -110,5 +114,13 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.CountReply, _abc.Awaitable[_control_pb2.CountReply]]:
         """Remove every block of a namespace, or of all."""
+
+    @_abc_1.abstractmethod
+    def SetQuota(
+        self,
+        request: _control_pb2.QuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_control_pb2.QuotaReply, _abc.Awaitable[_control_pb2.QuotaReply]]:
+        """Say what a tenant may have of this node, from now on and after restarts; all zero: no quota."""
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ProtocolError
-from kvstore.server.eviction.base import EvictionPolicy
+from kvstore.server.eviction.lru import LruPolicy
+from kvstore.server.eviction.tenants import Tenants
 from kvstore.server.tiers.disk.barriers import Barriers
 from kvstore.server.tiers.disk.catalog import Catalog, NamespaceRow
 from kvstore.server.tiers.disk.directory import Directory, Life
@@ -49,7 +50,6 @@ class Books:
     pool: memoryview
     directory: Directory
     slabs: Slabs
-    policy: EvictionPolicy
     catalog: Catalog
     namespaces: dict[bytes, NamespaceRow]
     barriers: Barriers
@@ -59,9 +59,32 @@ class Books:
     counters: Counters = field(default_factory=Counters)
     complete: bool = False  # everything on the disk is known
     not_slots: set[int] = field(default_factory=set[int])  # handles whose place is no slot of ours
+    tenants: Tenants = field(init=False)  # and the order of eviction
+    tenant_of: I64 = field(default_factory=lambda: np.zeros(0, np.int64))  # by number of namespace
 
     def __post_init__(self) -> None:
-        self.by_number.update({row.number: row for row in self.namespaces.values()})
+        untouched = np.zeros(self.slabs.allocator.pool_bytes // 4096, np.uint32)  # nobody reads the SSD unseen
+        self.tenants = Tenants(
+            lambda: LruPolicy(untouched), lambda handles: self.tenant_of[self.directory.namespace[handles]]
+        )
+        for row in self.namespaces.values():
+            self.know(row)
+
+    def know(self, row: NamespaceRow) -> None:
+        """Take in a namespace."""
+        self.by_number[row.number] = row
+        if row.number >= len(self.tenant_of):
+            self.tenant_of = np.append(self.tenant_of, np.zeros(row.number + 1 - len(self.tenant_of), np.int64))
+        self.tenant_of[row.number] = self.tenants.number(row.tenant)
+
+    def charge(self, handles: I64) -> None:
+        """New blocks count on their tenants' quotas, until they leave."""
+        np.add.at(self.tenants.used, self.tenant_of[self.directory.namespace[handles]], self.slot_bytes(handles))
+
+    def slot_bytes(self, handles: I64) -> I64:
+        """Bytes that each block takes on the disk. Shape (n,)."""
+        sizes, at = np.unique(self.directory.size[handles], return_inverse=True)
+        return np.array([self.slabs.allocator.slot_bytes_for(size) for size in sizes.tolist()], dtype=np.int64)[at]
 
     def check_offsets(self, offsets: U64, sizes: int | I64) -> None:
         """Refuse what reaches beyond the pool.

@@ -2,7 +2,7 @@
 
 ```
 m                      JSON: format version, slab bytes, whether the last owner closed it
-n ‖ digest             namespace: number u32, incarnation u32, layers u32, layer bytes u64
+n ‖ digest             namespace: number u32, incarnation u32, layers u32, layer bytes u64, JSON: tenant, label
 b ‖ ~sequence (BE)     block: key, location u64, size, namespace, incarnation, layers u32, layers x sum u64
 t ‖ what               barrier: boot 16, generation u64, sequence u64; `what` is a key, a digest, or empty for all
 ```
@@ -45,7 +45,7 @@ from kvstore.server.tiers.disk.files import sync_folder
 log = logging.getLogger("kvstore")
 
 U64 = NDArray[np.uint64]
-FORMAT: Final = 1
+FORMAT: Final = 2
 ROW = np.dtype(
     [
         ("key", KEY_DTYPE),
@@ -82,6 +82,8 @@ class NamespaceRow:
     incarnation: int
     layers: int
     layer_bytes: int
+    tenant: str  # whose quota its blocks count on
+    label: str  # for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,8 @@ class Batch:
     def put_namespace(self, digest: bytes, row: NamespaceRow) -> None:
         """Add or change a namespace."""
         value = _NAMESPACE.pack(row.number, row.incarnation, row.layers, row.layer_bytes)
-        self.changes.put(_NAMESPACES + digest, value)
+        names = json.dumps({"tenant": row.tenant, "label": row.label})
+        self.changes.put(_NAMESPACES + digest, value + names.encode())
 
     def put_barrier(self, what: bytes, barrier: Barrier) -> None:
         """Remember that something was removed."""
@@ -176,7 +179,7 @@ class Catalog:
 
     def namespaces(self) -> dict[bytes, NamespaceRow]:
         """All of them, by digest."""
-        return {name[1:]: NamespaceRow(*_unpack(_NAMESPACE, value)) for name, value in self._rows(_NAMESPACES)}
+        return {name[1:]: _namespace(value) for name, value in self._rows(_NAMESPACES)}
 
     def barriers(self) -> dict[bytes, Barrier]:
         """All of them, by what was removed."""
@@ -329,6 +332,15 @@ def set_aside(folder: Path, damage: Exception) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
     log.error("%s is damaged (%s); moved to %s, the tier starts empty", folder, damage, aside.name)
+
+
+def _namespace(value: bytes) -> NamespaceRow:
+    numbers = _unpack(_NAMESPACE, value[: _NAMESPACE.size])
+    try:
+        names = json.loads(value[_NAMESPACE.size :])
+        return NamespaceRow(*numbers, tenant=str(names["tenant"]), label=str(names["label"]))
+    except (ValueError, KeyError, TypeError) as cause:
+        raise CatalogDamagedError("a namespace's names are not readable") from cause
 
 
 def _unpack(row: struct.Struct, value: bytes) -> tuple[Any, ...]:

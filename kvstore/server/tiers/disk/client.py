@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import Unavailable
 from kvstore.server.children import Child
+from kvstore.server.eviction.tenants import Quota
 from kvstore.server.tiers.disk.messages import (
     BLOCKS_MAX,
     Answer,
@@ -32,6 +33,8 @@ from kvstore.server.tiers.disk.messages import (
     Load,
     Loaded,
     MessageReader,
+    Namespace,
+    Quotas,
     Remove,
     Request,
     Scan,
@@ -43,13 +46,14 @@ from kvstore.server.tiers.disk.messages import (
 )
 
 STORE_BYTES_MAX = 256 << 20  # payload of stores without an answer
+STORE_SHARE = 4  # of the pool, where that is less: these blocks can't be evicted meanwhile, and puts want room
 LOAD_BLOCKS_MAX = 16384
 _READ_BYTES = 1 << 18
 _REQUESTS_MAX = (1 << 32) - 1
 
 
 def start_disk_worker(
-    shard: int, folder: Path, capacity_bytes: int, pool_fd: int, boot_id: str
+    shard: int, folder: Path, capacity_bytes: int, pool_fd: int, pool_bytes: int, boot_id: str
 ) -> tuple[Child, DiskLink]:
     """Start the worker of a shard; it is ready when `Child.wait_ready` says so, but requests can be submitted at once.
 
@@ -58,6 +62,7 @@ def start_disk_worker(
         folder: of this shard alone.
         capacity_bytes: bound on what its slab files take.
         pool_fd: the pool's memory, writable.
+        pool_bytes: its size.
         boot_id: the shard's, 32 hexadecimal digits.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -71,7 +76,7 @@ def start_disk_worker(
         }
         module = "kvstore.server.tiers.disk.process"
         child = Child(f"disk worker {shard}", module, configuration, pass_fds=[pool_fd, theirs.fileno()])
-    return child, DiskLink(ours)
+    return child, DiskLink(ours, store_bytes_max=min(STORE_BYTES_MAX, pool_bytes // STORE_SHARE))
 
 
 class DiskLink:
@@ -96,6 +101,7 @@ class DiskLink:
         self._last = 0
         self._stores: dict[int, int] = {}  # request: bytes
         self._loads: dict[int, int] = {}  # request: blocks
+        self._announced: set[bytes] = set()  # namespaces that the worker has been told of
         self._store_bytes_max, self._load_blocks_max = store_bytes_max, load_blocks_max
         self.store_bytes = 0  # without an answer
         self.load_blocks = 0  # without an answer
@@ -109,13 +115,21 @@ class DiskLink:
         """What to wait for: EVENT_READ, and EVENT_WRITE while something could not be sent."""
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
-    def submit_store(self, digest: bytes, layers: int, layer_bytes: int, rows: NDArray[np.void]) -> int:
+    def submit_quotas(self, quotas: dict[str, Quota]) -> None:
+        """What each tenant may have of the SSD from now on."""
+        self._submit(Quotas(quotas))
+
+    def submit_store(self, space: Namespace, rows: NDArray[np.void]) -> int:
         """Write committed blocks of one namespace behind: STORE_ROW (n,), prefix order. 0: too many bytes under way."""
-        size = len(rows) * layers * layer_bytes
-        if self._stores and self.store_bytes + size > self._store_bytes_max:
+        size = len(rows) * space.layers * space.layer_bytes
+        alone = not self._stores and len(rows) == 1  # a block that is larger than all that may be under way
+        if self.store_bytes + size > self._store_bytes_max and not alone:
             return 0
         assert len(rows) <= BLOCKS_MAX
-        number = self._submit(Store(digest, layers, layer_bytes, rows))
+        if space.digest not in self._announced:
+            self._announced.add(space.digest)
+            self._submit(space)
+        number = self._submit(Store(space.digest, space.layers, space.layer_bytes, rows))
         self._stores[number] = size
         self.store_bytes += size
         return number

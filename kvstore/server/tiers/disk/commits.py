@@ -157,7 +157,7 @@ class Commits:
         there = (handles >= 0) & (self._books.directory.life[handles] == Life.DURABLE)
         claimed = (statuses == StoreStatus.DURABLE) | (statuses == StoreStatus.EXISTS)
         statuses[claimed & ~there] = StoreStatus.BUSY
-        self._books.policy.admit(handles[(statuses == StoreStatus.DURABLE) & there])
+        self._books.tenants.admit(handles[(statuses == StoreStatus.DURABLE) & there])
         self._books.answers.append(Stored(storing.request, statuses))
 
     def fail(self, written: Written, *, row_written: bool = False) -> None:
@@ -183,7 +183,8 @@ class Commits:
             return
         directory = self._books.directory
         lives = directory.life[handles]
-        self._books.policy.remove(handles[lives == Life.DURABLE])
+        self._books.tenants.remove(handles[lives == Life.DURABLE])
+        self._books.tenants.give(self._books.tenant_of[directory.namespace[handles]], self._books.slot_bytes(handles))
         in_catalog = lives == Life.DURABLE
         if self.committing or row_written:
             in_catalog |= lives == Life.COMMITTING

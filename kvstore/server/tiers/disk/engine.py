@@ -13,13 +13,12 @@ import fcntl
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import ConfigError
-from kvstore.server.eviction.lru import LruPolicy
 from kvstore.server.tiers.disk.barriers import Barriers
 from kvstore.server.tiers.disk.books import Books
 from kvstore.server.tiers.disk.catalog import Catalog, Meta, Opened, open_or_set_aside, set_aside
@@ -32,6 +31,8 @@ from kvstore.server.tiers.disk.messages import (
     Flush,
     Flushed,
     Load,
+    Namespace,
+    Quotas,
     Remove,
     Removed,
     Request,
@@ -128,6 +129,10 @@ class DiskTier:
             ProtocolError: it reaches beyond the pool.
         """
         match message:
+            case Namespace():
+                self._stores.announce(message)
+            case Quotas():
+                self._stores.set_quotas(message)
             case Store():
                 self._stores.store(request, message)
             case Load():
@@ -192,8 +197,8 @@ class DiskTier:
                 books.slabs.close()
         self._lock.close()
 
-    def stats(self) -> dict[str, int]:
-        """Gauges and counters."""
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters, and what each tenant has of the disk and may have: bytes of slots."""
         books = self._books
         return {
             "blocks": len(books.directory.select(Life.DURABLE)),
@@ -206,6 +211,7 @@ class DiskTier:
             "namespaces": len(books.namespaces),
             "stuck_reads": self._readers.stuck,
             **asdict(books.counters),
+            "quotas": books.tenants.describe(),
         }
 
     # --- removing -------------------------------------------------------------------------------------------------
@@ -289,7 +295,6 @@ def _books(opened: Opened, slabs: Slabs, pool: NDArray[np.uint8], boot_id: bytes
         pool=memoryview(pool),
         directory=Directory(),
         slabs=slabs,
-        policy=LruPolicy(np.zeros(slabs.allocator.pool_bytes // 4096, np.uint32)),
         catalog=opened.catalog,
         namespaces=opened.namespaces,
         barriers=barriers,

@@ -63,7 +63,7 @@ class Loads:
         if len(chosen):
             self._books.check_offsets(rows["offset"][chosen], directory.size[handles[chosen]].astype(np.int64))
             if self._books.complete:  # before that there is no order to keep
-                self._books.policy.touch(np.unique(handles[chosen]))
+                self._books.tenants.touch(np.unique(handles[chosen]))
             self._read(loading, chosen, handles[chosen])
         self._books.counters.missed_blocks += len(rows) - len(chosen)
         self._settle_load(loading, 1)

@@ -12,7 +12,7 @@ Both ends come from one installation and start together, so there is no version 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Final, TypeAlias
 
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import ProtocolError
 from kvstore.core.keys import KEY_DTYPE
+from kvstore.server.eviction.tenants import Quota
 from kvstore.wire.messages import decode_json, decode_prefix, decode_rows, encode_json
 
 U8 = NDArray[np.uint8]
@@ -29,6 +30,9 @@ Rows = NDArray[np.void]
 BLOCKS_MAX: Final = 4096  # of one message
 BODY_BYTES_MAX: Final = 1 << 20
 DIGEST_BYTES: Final = 16
+LABEL_BYTES: Final = 152  # of a namespace's label, as UTF-8; NAMESPACES_MAX of them fit one message
+TENANT_BYTES: Final = 32
+NAMESPACES_MAX: Final = 4096
 _HEAD = struct.Struct("<BxxxII")
 _STORE_HEAD = struct.Struct("<16sIIQ")
 _REMOVE_HEAD = struct.Struct("<QI")
@@ -46,7 +50,16 @@ LOAD_ROW = np.dtype(
         ("pad", "V4"),
     ]
 )
-SCANNED_NAMESPACE = np.dtype([("digest", "V16"), ("number", "<u4"), ("layers", "<u4"), ("layer_bytes", "<u8")])
+SCANNED_NAMESPACE = np.dtype(
+    [
+        ("digest", "V16"),
+        ("number", "<u4"),
+        ("layers", "<u4"),
+        ("layer_bytes", "<u8"),
+        ("tenant", f"S{TENANT_BYTES}"),
+        ("label", f"S{LABEL_BYTES}"),
+    ]
+)
 SCANNED_BLOCK = np.dtype([("key", KEY_DTYPE), ("namespace", "<u4"), ("size", "<u4")])
 
 
@@ -60,6 +73,8 @@ class Op(IntEnum):
     SCAN = 5
     STATS = 6
     GONE = 7
+    NAMESPACE = 8
+    QUOTAS = 9
 
 
 class StoreStatus(IntEnum):
@@ -98,6 +113,48 @@ class LoadStatus(IntEnum):
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What a namespace is: to be told before its first STORE. No answer."""
+
+    op: ClassVar[Op] = Op.NAMESPACE
+    digest: bytes
+    layers: int
+    layer_bytes: int
+    tenant: str  # whose quota its blocks count on
+    label: str  # for people
+
+    def encode(self) -> bytes:
+        return encode_json({**asdict(self), "digest": self.digest.hex()})
+
+    @classmethod
+    def decode(cls, body: bytes) -> Namespace:
+        told = decode_json(body)
+        try:
+            digest = bytes.fromhex(told["digest"])
+            return cls(digest, int(told["layers"]), int(told["layer_bytes"]), str(told["tenant"]), str(told["label"]))
+        except (KeyError, TypeError, ValueError) as cause:
+            raise ProtocolError("a namespace that is not described") from cause
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """What each tenant may have of the SSD, in place of all that was told before. No answer."""
+
+    op: ClassVar[Op] = Op.QUOTAS
+    quotas: dict[str, Quota]  # by tenant; bytes
+
+    def encode(self) -> bytes:
+        return encode_json({tenant: asdict(quota) for tenant, quota in self.quotas.items()})
+
+    @classmethod
+    def decode(cls, body: bytes) -> Quotas:
+        try:
+            return cls({tenant: Quota(**values) for tenant, values in decode_json(body).items()})
+        except TypeError as cause:
+            raise ProtocolError("quotas that are none") from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +363,7 @@ class StatsAnswer:
 
     op: ClassVar[Op] = Op.STATS
     request: int
-    values: dict[str, int] = field(default_factory=dict[str, int])
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def encode(self) -> bytes:
         return encode_json(self.values)
@@ -332,11 +389,11 @@ class Gone:
         return cls(decode_rows(body, KEY_DTYPE, len(body) // KEY_DTYPE.itemsize), request)
 
 
-Request: TypeAlias = Store | Load | Remove | Flush | Scan | Stats
+Request: TypeAlias = Namespace | Quotas | Store | Load | Remove | Flush | Scan | Stats
 Answer: TypeAlias = Stored | Loaded | Removed | Flushed | Scanned | StatsAnswer | Gone
 
-_REQUESTS: dict[int, type[Store | Load | Remove | Flush | Scan | Stats]] = {
-    int(kind.op): kind for kind in (Store, Load, Remove, Flush, Scan, Stats)
+_REQUESTS: dict[int, type[Request]] = {
+    int(kind.op): kind for kind in (Namespace, Quotas, Store, Load, Remove, Flush, Scan, Stats)
 }
 _ANSWERS: dict[int, type[Stored | Loaded | Removed | Flushed | Scanned | StatsAnswer | Gone]] = {
     int(kind.op): kind for kind in (Stored, Loaded, Removed, Flushed, Scanned, StatsAnswer, Gone)

@@ -89,6 +89,7 @@ class Rescan:
             np.ascontiguousarray(rows["key"]), locations, rows["size"], rows["namespace"], sequences
         )
         self._books.directory.life[handles] = Life.DURABLE
+        self._books.charge(handles)
         self._scanned.append(handles)
         suspects = self._take_suspects(handles)
         self._tell(handles[suspects:])
@@ -104,10 +105,13 @@ class Rescan:
         if len(misplaced):
             self._commits.gone(misplaced)
         self._books.complete = True
-        stored_meanwhile = self._books.policy.candidates(len(self._books.policy))
+        tenants = self._books.tenants
+        policies = [tenants.policy(group) for group in tenants.groups]
+        stored_meanwhile = [policy.candidates(len(policy)) for policy in policies]
         for handles in reversed(self._scanned):
-            self._books.policy.admit(handles[directory.life[handles] == Life.DURABLE])
-        self._books.policy.admit(stored_meanwhile[::-1])  # they came with the first to go in front
+            tenants.admit(handles[directory.life[handles] == Life.DURABLE])
+        for policy, handles in zip(policies, stored_meanwhile, strict=True):
+            policy.admit(handles[::-1])  # they came with the first to go in front
         self._scanned.clear()
         for what in self._books.barriers.forget_other_boots():
             self._commits.next.barriers[what] = None
@@ -177,7 +181,8 @@ class Rescan:
         if not self._told_namespaces:
             self._told_namespaces = True
             for place, (digest, row) in enumerate(self._books.namespaces.items()):
-                namespaces[place] = (digest, row.number, row.layers, row.layer_bytes)
+                tenant, label = row.tenant.encode(), row.label.encode()
+                namespaces[place] = (digest, row.number, row.layers, row.layer_bytes, tenant, label)
         elif not len(handles) and not complete:
             return
         blocks = np.zeros(len(handles), SCANNED_BLOCK)

@@ -12,7 +12,7 @@ from kvstore.server.tiers.disk.books import Books
 from kvstore.server.tiers.disk.catalog import NamespaceRow
 from kvstore.server.tiers.disk.commits import Commits, Storing, Written
 from kvstore.server.tiers.disk.directory import Life
-from kvstore.server.tiers.disk.messages import Store, Stored, StoreStatus
+from kvstore.server.tiers.disk.messages import NAMESPACES_MAX, Namespace, Quotas, Store, Stored, StoreStatus
 from kvstore.server.tiers.disk.payload import Geometry, write_run
 from kvstore.server.tiers.disk.slabs import Run
 from kvstore.server.tiers.disk.workers import Scratch, Workers
@@ -26,7 +26,6 @@ AHEAD_BYTES_MAX: Final = (
     256 << 20
 )  # kept free ahead of need, so that a store seldom waits for an eviction to be durable
 AHEAD_SHARE: Final = 16  # of the capacity, where that is less
-NUMBERS_MAX: Final = 1 << 14  # namespaces; all of them fit one message
 
 
 class Stores:
@@ -37,14 +36,31 @@ class Stores:
         self._commits = commits
         self._writers = writers
 
+    def announce(self, told: Namespace) -> None:
+        """Take in what a namespace is; one too many is never stored."""
+        books = self._books
+        if told.digest in books.namespaces or len(books.namespaces) == NAMESPACES_MAX:
+            return
+        number = max(books.by_number, default=-1) + 1
+        row = NamespaceRow(number, 0, told.layers, told.layer_bytes, told.tenant, told.label)
+        books.namespaces[told.digest] = self._commits.next.namespaces[told.digest] = row
+        books.know(row)
+
+    def set_quotas(self, quotas: Quotas) -> None:
+        """Put quotas in force. Who is above its limit now gives blocks back when it next stores."""
+        durable = self._books.directory.select(Life.DURABLE)
+        owners = self._books.tenant_of[self._books.directory.namespace[durable]]
+        self._books.tenants.set_quotas(quotas.quotas, lambda number: durable[owners == number])
+
     def store(self, request: int, store: Store) -> None:
         """Begin with a STORE."""
         geometry = Geometry(store.layers, store.layer_bytes)
         self._books.check_offsets(store.rows["offset"], geometry.size)
         count = len(store.rows)
         statuses = np.full(count, StoreStatus.FAILED, dtype=np.uint8)
-        namespace = self._namespace(store.digest, geometry)
-        if namespace is None or self._commits.resting:
+        row = self._books.namespaces.get(store.digest)
+        known = row is not None and (row.layers, row.layer_bytes) == (geometry.layers, geometry.layer_bytes)
+        if not known or self._commits.resting:
             self._books.counters.failed_stores += count
             self._books.answers.append(Stored(request, statuses))
             return
@@ -59,7 +75,7 @@ class Stores:
         statuses[stale] = StoreStatus.STALE
         self._books.counters.stale_stores += int(np.count_nonzero(stale))
         if self._books.complete:
-            self._books.policy.touch(np.unique(handles[statuses == StoreStatus.EXISTS]))
+            self._books.tenants.touch(np.unique(handles[statuses == StoreStatus.EXISTS]))
         fresh = np.flatnonzero(first & ~there & ~stale)
         if geometry.size > self._books.slabs.slab_bytes:
             self._refuse(statuses, fresh)
@@ -76,30 +92,39 @@ class Stores:
         while self._commits.waiting:
             storing = self._commits.waiting[0]
             slot_bytes = self._books.slabs.allocator.slot_bytes_for(storing.geometry.size)
+            tenant = int(self._books.tenant_of[self._books.namespaces[storing.store.digest].number])
+            self._keep_within_limit(storing, slot_bytes, tenant)
             locations = self._books.slabs.allocate(slot_bytes, len(storing.waiting))
             self._write(storing, locations)
             missing = len(storing.waiting)
             ahead = max(1, min(AHEAD_BYTES_MAX, self._books.slabs.reach_bytes // AHEAD_SHARE) // slot_bytes)
             if missing:
-                if self._commits.evicting or self._evict(slot_bytes, missing + ahead):
+                if self._commits.evicting or self._evict(slot_bytes, missing + ahead, tenant):
                     return  # go on when the evictions are durable
                 self._refuse(storing.statuses, storing.waiting)
                 self._commits.settle(storing, missing)
             elif self._books.complete and not self._commits.evicting and self._room(slot_bytes) < ahead:
-                self._evict(slot_bytes, ahead)
+                self._evict(slot_bytes, ahead, tenant)
             self._commits.waiting.popleft()
 
-    def _namespace(self, digest: bytes, geometry: Geometry) -> NamespaceRow | None:
-        """The row of a namespace, made on first sight; None for one known with another geometry, or one too many."""
-        row = self._books.namespaces.get(digest)
-        if row is None:
-            if len(self._books.namespaces) == NUMBERS_MAX:
-                return None
-            number = max(self._books.by_number, default=-1) + 1
-            row = NamespaceRow(number, 0, geometry.layers, geometry.layer_bytes)
-            self._books.namespaces[digest] = self._books.by_number[number] = row
-            self._commits.next.namespaces[digest] = row
-        return row if (row.layers, row.layer_bytes) == (geometry.layers, geometry.layer_bytes) else None
+    def _keep_within_limit(self, storing: Storing, slot_bytes: int, tenant: int) -> None:
+        """Evict a tenant's own blocks for what is beyond its limit, and refuse what does not fit even so."""
+        tenants = self._books.tenants
+        missing = len(storing.waiting) - tenants.room(tenant) // slot_bytes
+        policy = tenants.policy(tenants.group_of(tenant))
+        looks_left = 2 * len(policy)
+        while missing > 0 and looks_left > 0 and len(candidates := policy.candidates(missing)):
+            looks_left -= len(candidates)
+            loose = self._books.directory.holds[candidates] == 0
+            policy.touch(candidates[~loose][::-1])
+            self._evict_blocks(candidates[loose])
+            missing = len(storing.waiting) - tenants.room(tenant) // slot_bytes
+        if missing > 0:
+            refused = storing.waiting[len(storing.waiting) - missing :]
+            storing.waiting = storing.waiting[: len(storing.waiting) - missing]
+            self._refuse(storing.statuses, refused)
+            tenants.refused[tenant] += missing
+            self._commits.settle(storing, missing)
 
     def _room(self, slot_bytes: int) -> int:
         """Slots of that size that can be had without an eviction."""
@@ -132,6 +157,7 @@ class Stores:
         self._books.sequence += len(rows)
         size, number = storing.geometry.size, self._books.namespaces[storing.store.digest].number
         handles = self._books.directory.add(keys, locations, size, number, sequences)
+        self._books.charge(handles)
         self._books.hold(handles)
         offsets = storing.store.rows["offset"]
         for run in self._books.slabs.runs(locations, np.full(len(rows), size, dtype=np.int64)):
@@ -157,23 +183,28 @@ class Stores:
 
         self._writers.submit(work, done)
 
-    def _evict(self, slot_bytes: int, count: int) -> bool:
-        """Evict until `count` more slots of that size are on their way; False if nothing may go."""
-        directory, policy = self._books.directory, self._books.policy
+    def _evict(self, slot_bytes: int, count: int, taker: int) -> bool:
+        """Evict until `count` more slots of that size are on their way to a tenant; False if nothing may go."""
+        directory, tenants = self._books.directory, self._books.tenants
         freed = 0
-        looks_left = 2 * len(policy)
-        while freed < count and looks_left > 0:
+        tired: set[int] = set()
+        looks_left = {group: 2 * len(tenants.policy(group)) for group in tenants.groups}
+        while freed < count and (group := tenants.next_to_give(taker, tired)) is not None:
+            policy = tenants.policy(group)
             candidates = policy.candidates(count - freed)
-            if not len(candidates):
-                break
-            looks_left -= len(candidates)
+            fitting = np.cumsum(self._books.slot_bytes(candidates)) <= tenants.spare(group, taker)
+            policy.restore(candidates[~fitting])
+            candidates = candidates[fitting]
+            looks_left[group] -= len(candidates)
+            if not len(candidates) or looks_left[group] <= 0:
+                tired.add(group)
             loose = directory.holds[candidates] == 0
             same = self._books.slabs.allocator.slot_bytes_of(directory.locations(candidates)) == slot_bytes
             policy.touch(candidates[~loose][::-1])
             freed += self._evict_blocks(candidates[loose & same])
             others = candidates[loose & ~same]
             if len(others):
-                mates = self._slab_mates(int(others[0]))
+                mates = self._slab_mates(int(others[0]), taker)
                 policy.restore(others[~np.isin(others, mates)])
                 if len(mates):
                     self._evict_blocks(mates)
@@ -182,13 +213,16 @@ class Stores:
                     policy.touch(others[:1])
         return freed > 0
 
-    def _slab_mates(self, handle: int) -> I64:
+    def _slab_mates(self, handle: int, taker: int) -> I64:
         """All blocks in the slab of this one, itself included; none if one of them must stay."""
-        directory = self._books.directory
+        directory, tenants = self._books.directory, self._books.tenants
+        slab_bytes = self._books.slabs.slab_bytes
         taken = directory.select(Life.WRITING, Life.COMMITTING, Life.DURABLE, Life.DYING)
-        slabs = directory.locations(taken) // self._books.slabs.slab_bytes
-        mates = taken[slabs == directory.locations(np.array([handle]))[0] // self._books.slabs.slab_bytes]
+        slabs = directory.locations(taken) // slab_bytes
+        mates = taken[slabs == directory.locations(np.array([handle]))[0] // slab_bytes]
         free_to_go = (directory.life[mates] == Life.DURABLE) & (directory.holds[mates] == 0)
+        poor = [group for group in tenants.groups if tenants.protected(group, taker, slab_bytes)]
+        free_to_go &= ~np.isin(tenants.groups_of(mates), poor)
         return mates if free_to_go.all() else mates[:0]
 
     def _evict_blocks(self, handles: I64) -> int:

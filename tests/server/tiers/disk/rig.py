@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.keys import KEY_DTYPE
+from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.tiers.disk.engine import DiskTier
 from kvstore.server.tiers.disk.files import Files
 from kvstore.server.tiers.disk.messages import (
@@ -27,6 +28,7 @@ from kvstore.server.tiers.disk.messages import (
     Load,
     Loaded,
     LoadStatus,
+    Namespace,
     Remove,
     Removed,
     Request,
@@ -139,7 +141,15 @@ class Rig:
 
     # --- whole requests -------------------------------------------------------------------------------------------
 
-    def begin_store(self, numbers: Sequence[int], *, digest: bytes = DIGEST, generation: int = 0, base: int = 0) -> int:
+    def begin_store(
+        self,
+        numbers: Sequence[int],
+        *,
+        digest: bytes = DIGEST,
+        generation: int = 0,
+        base: int = 0,
+        tenant: str = DEFAULT_TENANT,
+    ) -> int:
         """Fill slots of the pool from number `base` on and submit them."""
         rows = np.zeros(len(numbers), STORE_ROW)
         rows["key"] = keys_of(numbers)
@@ -148,10 +158,18 @@ class Rig:
         for place, number in enumerate(numbers, start=base):
             self.pool[place * self.slot :][: self.size] = content_of(number, self.size)
         self.generation += 1
+        self.submit(Namespace(digest, self.layers, self.layer_bytes, tenant, "model@1"))
         return self.submit(Store(digest, self.layers, self.layer_bytes, rows))
 
-    def store(self, numbers: Sequence[int], *, digest: bytes = DIGEST, generation: int = 0) -> list[StoreStatus]:
-        answer = self.wait(self.begin_store(numbers, digest=digest, generation=generation), Stored)
+    def store(
+        self,
+        numbers: Sequence[int],
+        *,
+        digest: bytes = DIGEST,
+        generation: int = 0,
+        tenant: str = DEFAULT_TENANT,
+    ) -> list[StoreStatus]:
+        answer = self.wait(self.begin_store(numbers, digest=digest, generation=generation, tenant=tenant), Stored)
         return [StoreStatus(status) for status in answer.statuses.tolist()]
 
     def begin_load(

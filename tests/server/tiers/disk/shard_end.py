@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.tiers.disk.client import start_disk_worker
-from kvstore.server.tiers.disk.messages import LOAD_ROW, STORE_ROW, Answer, Loaded, LoadStatus, Scanned
+from kvstore.server.tiers.disk.messages import LOAD_ROW, STORE_ROW, Answer, Loaded, LoadStatus, Namespace, Scanned
 from kvstore.transport.memory import create_segment, map_segment
 from tests.server.tiers.disk.rig import DIGEST, content_of, keys_of
 
@@ -24,9 +25,10 @@ TIMEOUT_S = 30.0
 class ShardEnd:
     """Starts workers on one folder, one after the other; the pool and the boot stay, as when only the worker dies."""
 
-    def __init__(self, folder: Path, *, slots: int = 64, layers: int = 4, layer_bytes: int = 4096) -> None:
+    def __init__(self, folder: Path, *, slots: int = 256, layers: int = 4, layer_bytes: int = 4096) -> None:
         self._folder = folder
         self.layers, self.layer_bytes = layers, layer_bytes
+        self.space = Namespace(DIGEST, layers, layer_bytes, DEFAULT_TENANT, "model@1")
         self.size = layers * layer_bytes
         self.slot = -(-(self.size + 8 * (1 + layers)) // 4096) * 4096
         self.pool_fd = create_segment("test-pool", slots * self.slot)
@@ -34,7 +36,7 @@ class ShardEnd:
 
     def start(self, capacity: int = 64 << 20) -> None:
         """A worker; what it found is in `scanned` after `wait_scanned`."""
-        self.child, self.link = start_disk_worker(0, self._folder, capacity, self.pool_fd, "0b" * 16)
+        self.child, self.link = start_disk_worker(0, self._folder, capacity, self.pool_fd, len(self.pool), "0b" * 16)
         self._scan = self.link.submit_scan()
         self.scanned: list[bytes] = []
         self.complete = False
@@ -84,7 +86,7 @@ class ShardEnd:
         rows["offset"] = (base + np.arange(len(numbers))) * self.slot
         for place, number in enumerate(numbers, start=base):
             self.pool[place * self.slot :][: self.size] = content_of(number, self.size)
-        return self.link.submit_store(DIGEST, self.layers, self.layer_bytes, rows)
+        return self.link.submit_store(self.space, rows)
 
     def begin_load(self, numbers: Sequence[int], base: int = 0) -> int:
         rows = np.zeros(len(numbers), LOAD_ROW)

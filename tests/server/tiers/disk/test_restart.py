@@ -9,7 +9,6 @@ import pytest
 
 from kvstore.core.keys import KEY_DTYPE
 from kvstore.server.tiers.disk.messages import BLOCKS_MAX, LOAD_ROW, STORE_ROW, Loaded, LoadStatus, Stored, StoreStatus
-from tests.server.tiers.disk.rig import DIGEST
 from tests.server.tiers.disk.shard_end import ShardEnd
 
 BLOCKS = 100_000
@@ -28,7 +27,7 @@ def test_a_hundred_thousand_blocks_are_served_in_two_seconds_and_known_in_ten(tm
         part = keys[start : start + BLOCKS_MAX]
         rows = np.zeros(len(part), STORE_ROW)
         rows["key"], rows["generation"], rows["offset"] = part, 1, np.arange(len(part)) * end.slot
-        stored = end.wait(end.link.submit_store(DIGEST, end.layers, end.layer_bytes, rows), Stored)
+        stored = end.wait(end.link.submit_store(end.space, rows), Stored)
         assert set(stored.statuses.tolist()) == {StoreStatus.DURABLE}
     grown = psutil.Process(end.child.pid).memory_full_info().uss - memory_before
     assert grown < FIXED_BYTES + 256 * BLOCKS

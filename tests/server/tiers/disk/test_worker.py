@@ -14,6 +14,7 @@ import pytest
 
 from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.keys import KEY_DTYPE
+from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.tiers.disk.client import DiskLink
 from kvstore.server.tiers.disk.commits import GONE_MAX
 from kvstore.server.tiers.disk.engine import DiskTier
@@ -22,6 +23,7 @@ from kvstore.server.tiers.disk.messages import (
     BLOCKS_MAX,
     BODY_BYTES_MAX,
     LOAD_ROW,
+    NAMESPACES_MAX,
     SCANNED_BLOCK,
     SCANNED_NAMESPACE,
     STORE_ROW,
@@ -30,6 +32,7 @@ from kvstore.server.tiers.disk.messages import (
     Loaded,
     LoadStatus,
     MessageReader,
+    Namespace,
     Removed,
     Scanned,
     StatsAnswer,
@@ -43,7 +46,6 @@ from kvstore.server.tiers.disk.messages import (
 )
 from kvstore.server.tiers.disk.process import DiskWorker
 from kvstore.server.tiers.disk.scan import SCAN_PIECE
-from kvstore.server.tiers.disk.stores import NUMBERS_MAX
 from kvstore.testing.disk_faults import FaultyFiles
 from kvstore.transport.memory import private_arena
 from tests.server.tiers.disk.rig import DIGEST, keys_of
@@ -105,15 +107,15 @@ def test_a_full_queue_refuses_and_empties_again(tmp_path: Path) -> None:
     with ours, theirs:
         link = DiskLink(ours, store_bytes_max=3 * end.size, load_blocks_max=4)
         rows = np.zeros(2, STORE_ROW)
-        first = link.submit_store(DIGEST, end.layers, end.layer_bytes, rows)
+        first = link.submit_store(end.space, rows)
         assert first
-        assert not link.submit_store(DIGEST, end.layers, end.layer_bytes, rows)
+        assert not link.submit_store(end.space, rows)
         assert link.submit_load(np.zeros(4, LOAD_ROW))
         assert not link.submit_load(np.zeros(1, LOAD_ROW))
         assert link.submit_remove(1, keys_of([1])), "removing is never refused"
         theirs.sendall(encode_answer(Stored(first, np.zeros(2, np.uint8))))
         assert [answer.request for answer in link.drain()] == [first]
-        assert link.submit_store(DIGEST, end.layers, end.layer_bytes, rows)
+        assert link.submit_store(end.space, rows)
         link.close()
     end.close()
 
@@ -150,7 +152,7 @@ def test_a_disk_that_hangs_stops_neither_other_requests_nor_the_end(tmp_path: Pa
     link.submit_scan()
     rows = np.zeros(8, STORE_ROW)
     rows["key"], rows["generation"], rows["offset"] = keys_of(range(8)), 1, np.arange(8) * 16384
-    stored = link.submit_store(DIGEST, 1, 8192, rows)
+    stored = link.submit_store(Namespace(DIGEST, 1, 8192, DEFAULT_TENANT, ""), rows)
     wait_for(link, stored)
     released = [faults.hang_next_read() for _ in range(5)]
     loads = np.zeros(1, LOAD_ROW)
@@ -242,6 +244,6 @@ def test_a_body_over_the_limit_is_refused() -> None:
 
 def test_the_largest_messages_fit() -> None:
     encode_request(1, Load(np.zeros(BLOCKS_MAX, LOAD_ROW)))
-    namespaces = np.zeros(NUMBERS_MAX, SCANNED_NAMESPACE)
+    namespaces = np.zeros(NAMESPACES_MAX, SCANNED_NAMESPACE)
     encode_answer(Scanned(1, namespaces, np.zeros(SCAN_PIECE, SCANNED_BLOCK), complete=False))
     encode_answer(Gone(np.zeros(GONE_MAX, KEY_DTYPE)))
