@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvbench import disk, index, replay, report, transfer
+from kvbench import disk, index, replay, report, scale, transfer
 from kvbench.errors import BenchError
 from kvbench.plan import (
     ALL_OPS,
@@ -27,7 +27,7 @@ from kvbench.plan import (
     crossed_cases,
     default_cases,
 )
-from kvbench.plot import plot_disk, plot_index, plot_replay, plot_transfer, require_plot
+from kvbench.plot import plot_disk, plot_index, plot_replay, plot_scale, plot_transfer, require_plot
 from kvbench.progress import progress
 from kvbench.replay import POLICIES
 from kvbench.trace import read_trace
@@ -107,6 +107,20 @@ examples:
   kvbench disk                                    1MiB and 4MiB blocks, in under a minute
   kvbench disk --dir /mnt/nvme --json disk.json --plot disk.png
   kvbench disk --sizes 256KiB,16MiB --footprint 3GiB --seconds 5
+"""
+
+_SCALE_DESCRIPTION = """\
+What one block costs the server in time and memory, and whether many blocks make it cost more.
+
+evict    reserve and commit new keys on a full pool, which evicts as many old blocks: a shard's own decisions,
+         in this process and without payload. A small and a large shard take turns; the limit is the small one.
+memory   what the processes of a real server grow by while as many blocks are put, less the pool.
+"""
+
+_SCALE_EXAMPLES = """\
+examples:
+  kvbench scale                                   10,000 and 1,000,000 blocks, the default policy
+  kvbench scale --blocks 10000,200000 --policy lru --json scale.json
 """
 
 _REPLAY_DESCRIPTION = """\
@@ -206,6 +220,28 @@ def _run_disk(options: argparse.Namespace) -> int:
     return _verdict(options, checked=value["checked"])
 
 
+def _run_scale(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    if len(options.blocks) != 2:
+        raise UsageError(f"--blocks: {len(options.blocks)} numbers; allowed: two, a small one and a large one")
+    plan = scale.ScalePlan(
+        blocks=(options.blocks[0], options.blocks[1]),
+        policies=tuple(dict.fromkeys(options.policy)),
+        batch=options.batch,
+        seconds=options.seconds,
+        seed=options.seed,
+    )
+    with progress(2 * len(plan.policies)) as shown:
+        result = scale.run_scale(plan, note=shown.note, step=shown.step)
+    report.print_scale(result)
+    value = report.scale_json(result, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_scale(plot_path, result)
+    return _verdict(options, checked=value["checked"])
+
+
 def _run_replay(options: argparse.Namespace) -> int:
     json_path, plot_path = _outputs(options)
     trace = read_trace(options.trace, requests_max=options.limit_requests)
@@ -285,6 +321,7 @@ def _parser() -> argparse.ArgumentParser:
         ("transfer", "how fast blocks move", _TRANSFER_DESCRIPTION, _TRANSFER_EXAMPLES, _add_transfer_flags),
         ("index", "how fast keys are found", _INDEX_DESCRIPTION, _INDEX_EXAMPLES, _add_index_flags),
         ("disk", "how fast blocks reach the SSD and come back", _DISK_DESCRIPTION, _DISK_EXAMPLES, _add_disk_flags),
+        ("scale", "what a block costs the server", _SCALE_DESCRIPTION, _SCALE_EXAMPLES, _add_scale_flags),
         ("replay", "what a cache is worth on a trace", _REPLAY_DESCRIPTION, _REPLAY_EXAMPLES, _add_replay_flags),
     ):
         command = commands.add_parser(
@@ -387,6 +424,38 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
 
 
+def _add_scale_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_scale)
+    parser.add_argument(
+        "--blocks",
+        type=_list(_positive),
+        default=scale.DEFAULT_BLOCKS,
+        metavar="N,N",
+        help=f"a small and a large number of blocks (default: {','.join(map(str, scale.DEFAULT_BLOCKS))})",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_positive,
+        default=scale.DEFAULT_BATCH,
+        metavar="N",
+        help="blocks of one put (default: %(default)s)",
+    )
+    _add_policy(parser)
+    _add_seconds(parser, scale.DEFAULT_SECONDS)
+    _add_common(parser)
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        choices=POLICIES,
+        default=list(POLICIES[:1]),
+        metavar="P",
+        help=f"eviction policies, of {', '.join(POLICIES)} (default: {POLICIES[0]})",
+    )
+
+
 def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_replay)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a Mooncake trace (.jsonl)")
@@ -399,14 +468,7 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X,...",
         help="the same as a share of the trace's distinct blocks; 1: all of them",
     )
-    parser.add_argument(
-        "--policy",
-        nargs="+",
-        choices=POLICIES,
-        default=list(POLICIES[:1]),
-        metavar="P",
-        help=f"eviction policies, of {', '.join(POLICIES)} (default: {POLICIES[0]})",
-    )
+    _add_policy(parser)
     parser.add_argument(
         "--block-bytes",
         type=_size,

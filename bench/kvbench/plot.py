@@ -12,6 +12,7 @@ from kvbench.disk import DiskRow
 from kvbench.index import IndexResult
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
+from kvbench.scale import ScaleResult
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.sizes import format_size
@@ -87,6 +88,26 @@ def plot_disk(path: Path, rows: Sequence[DiskRow]) -> None:
         panel.legend(fontsize=8)
     panels[0].set_ylabel("GiB/s of payload (median)")
     figure.suptitle("kvbench disk: content checked, limits measured in alternation")
+    _save(plt, figure, path)
+
+
+def plot_scale(path: Path, result: ScaleResult) -> None:
+    """Microseconds for each evicted block by size of the shard, and bytes of memory per block, for each policy."""
+    plt = _pyplot()
+    figure, (cost, memory) = plt.subplots(1, 2, figsize=(11, 4.8))
+    for policy in dict.fromkeys(row.policy for row in result.eviction):
+        mine = [row for row in result.eviction if row.policy == policy]
+        cost.plot([row.blocks for row in mine], [row.evict_us_per_block for row in mine], "o-", label=policy)
+    cost.set_xscale("log")
+    cost.set_ylim(bottom=0)
+    cost.set_xlabel("blocks in the shard")
+    cost.set_ylabel("us per evicted block (median)")
+    cost.grid(visible=True, alpha=0.3)
+    cost.legend()
+    bars = memory.bar([row.policy for row in result.memory], [row.bytes_per_block for row in result.memory], width=0.5)
+    memory.bar_label(bars, fmt="%.0f")
+    memory.set_ylabel("bytes of memory per block")
+    figure.suptitle("kvbench scale")
     _save(plt, figure, path)
 
 

@@ -27,6 +27,7 @@ from kvbench.index import IndexResult, IndexRow
 from kvbench.memory import memory_bytes
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
+from kvbench.scale import EvictionRow, MemoryRow, ScaleResult
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import UsageError
 from kvstore.core.sizes import format_size
@@ -71,6 +72,17 @@ def disk_json(rows: Sequence[DiskRow], arguments: Mapping[str, object], *, seed:
             "memcpy": "of warm reads: one thread's numpy.copyto of as many blocks of the same size",
         },
         "rows": [asdict(row) for row in rows],
+    }
+
+
+def scale_json(result: ScaleResult, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a scale run."""
+    rows = [*result.eviction, *result.memory]
+    return {
+        **_envelope("kvbench scale", arguments, seed, checked=bool(rows) and all(row.checked for row in rows)),
+        "limits": {"eviction": "the same on the small shard, in alternation", "memory": "payload, as large as it is"},
+        "rows": [asdict(row) for row in result.eviction],
+        "memory": [asdict(row) for row in result.memory],
     }
 
 
@@ -127,6 +139,14 @@ def print_disk(rows: Sequence[DiskRow]) -> None:
     _print_table(head, [_disk_cells(row) for row in rows])
     for line in disk_headlines(rows):
         print(line)
+
+
+def print_scale(result: ScaleResult) -> None:
+    """Print both tables."""
+    head = ("policy", "blocks", "us per evicted block", "of small", "evicted", "content")
+    _print_table(head, [_eviction_cells(row) for row in result.eviction])
+    head = ("policy", "blocks", "bytes per block", "put us per block", "content")
+    _print_table(head, [_memory_cells(row) for row in result.memory])
 
 
 def print_replay(rows: Sequence[ReplayRow]) -> None:
@@ -300,6 +320,27 @@ def _disk_cells(row: DiskRow) -> tuple[str, ...]:
         f"{row.limit_gib_s:.2f}",
         f"{row.ratio_to_limit:.2f}",
         row.limit,
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _eviction_cells(row: EvictionRow) -> tuple[str, ...]:
+    return (
+        row.policy,
+        f"{row.blocks:,}",
+        f"{row.evict_us_per_block:.2f}",
+        f"{row.ratio_to_small:.2f}",
+        f"{row.evicted:,}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _memory_cells(row: MemoryRow) -> tuple[str, ...]:
+    return (
+        row.policy,
+        f"{row.blocks:,}",
+        f"{row.bytes_per_block:.0f}",
+        f"{row.put_us_per_block:.1f}",
         "checked" if row.checked else "WRONG",
     )
 

@@ -3,6 +3,7 @@
 from kvbench.disk import DiskRow
 from kvbench.index import IndexResult, IndexRow
 from kvbench.replay import ReplayRow
+from kvbench.scale import EvictionRow, MemoryRow, ScaleResult
 from kvbench.transfer import TransferRow
 
 
@@ -116,4 +117,9 @@ INDEX_RESULT = IndexResult(
     ],
     resident_keys=1_000_000,
     bytes_per_entry=82.5,
+)
+
+SCALE_RESULT = ScaleResult(
+    eviction=[EvictionRow("lru", 10_240, 10.0, 1.0, 5000, True), EvictionRow("lru", 1_000_192, 12.0, 1.2, 5000, True)],
+    memory=[MemoryRow("lru", 1_000_000, 230.0, 14.0, True)],
 )

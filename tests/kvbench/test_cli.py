@@ -84,7 +84,7 @@ def test_a_bad_replay_flag_is_one_line_naming_culprit_and_what_is_allowed(
     assert allowed in line
 
 
-@pytest.mark.parametrize("command", ["transfer", "index", "disk", "replay"])
+@pytest.mark.parametrize("command", ["transfer", "index", "disk", "scale", "replay"])
 def test_help_explains_and_gives_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

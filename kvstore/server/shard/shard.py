@@ -40,6 +40,7 @@ Mask = NDArray[np.bool_]
 Rows = NDArray[np.void]
 
 INDEX_LOAD_MAX = 0.85
+INDEX_GROWTH = 1.5  # of the table when it gets crowded: from 55 % of its places on they are used
 NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
 FREE_UP_BLOCKS = 1024  # looked at in one step
@@ -136,7 +137,8 @@ class Shard:
         self._leases: dict[int, _Lease] = {}
         self._lease_number = 0
         self._lease_expiries: list[tuple[float, int]] = []
-        self._reservation_expiries: list[tuple[float, int, I64, NDArray[np.uint64]]] = []
+        # Deadline, number, handles, and the first of as many generations in a row.
+        self._reservation_expiries: list[tuple[float, int, NDArray[np.int32], int]] = []
         self._reservation_number = 0
 
     def use_disk(self, disk: Disk, touch_board: NDArray[np.uint32], admission: Admission) -> None:
@@ -361,8 +363,7 @@ class Shard:
             return 0
         chosen = fresh[:count]
         handles = self.blocks.take(count)
-        generations = np.arange(self._generation, self._generation + count, dtype=np.uint64)
-        self._generation += count
+        generations = self.next_generations(count)
         sizes = np.full(count, info.block_bytes, dtype=np.int64)
         try:
             self._make_index_room(count)
@@ -386,7 +387,9 @@ class Shard:
         rows["offset"][chosen] = offsets
         self._reservation_number += 1
         deadline_s = now_s + _ttl_s(request.ttl_ms)
-        heapq.heappush(self._reservation_expiries, (deadline_s, self._reservation_number, handles, generations))
+        # Kept until the deadline, whatever becomes of the blocks: so these are small.
+        reserved = (deadline_s, self._reservation_number, handles.astype(np.int32), int(generations[0]))
+        heapq.heappush(self._reservation_expiries, reserved)
         self.counters.reserved_blocks += count
         return count
 
@@ -496,7 +499,9 @@ class Shard:
                 self.counters.expired_leases += 1
                 self._end_lease(number)
         while self._reservation_expiries and self._reservation_expiries[0][0] <= now_s:
-            _, _, handles, generations = heapq.heappop(self._reservation_expiries)
+            _, _, narrow, first = heapq.heappop(self._reservation_expiries)
+            handles = narrow.astype(np.int64)
+            generations = np.arange(first, first + len(handles), dtype=np.uint64)
             blocks = self.blocks
             still = (blocks.life[handles] == Life.RESERVED) & (blocks.generation[handles] == generations)
             self.counters.expired_reservations += int(np.count_nonzero(still))
@@ -897,7 +902,7 @@ class Shard:
         if wanted <= self._index.slots * INDEX_LOAD_MAX:
             return
         old = self._index
-        self._use_index(2 * wanted)
+        self._use_index(int(INDEX_GROWTH * wanted))
         old.move_to(self._index)
         self.counters.index_resizes += 1
 

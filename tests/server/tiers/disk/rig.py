@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,7 +209,7 @@ class Rig:
     def flush(self, digest: bytes = b"") -> int:
         return self.wait(self.submit(Flush(self.generation, digest)), Flushed).blocks
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return self.wait(self.submit(Stats()), StatsAnswer).values
 
     def close(self) -> None:
