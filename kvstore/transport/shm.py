@@ -164,6 +164,11 @@ class ShardCalls:
         answer = self.channel.call(op, request.encode(), deadline)
         return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
 
+    def publish(self, rows: NDArray[np.void], layers_ready: int, ttl_s: float, deadline: Deadline) -> Mask:
+        """Move the watermark of reserved rows, and their deadline; for which it came in time."""
+        named = RefRequest.of(rows["handle"], rows["generation"], layers_ready=layers_ready, ttl_ms=_ms(ttl_s))
+        return np.frombuffer(self.channel.call(Op.PUBLISH, named.encode(), deadline), dtype=np.bool_, count=len(rows))
+
     def lease(
         self, found: Probe, ttl_s: float, deadline: Deadline, meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[int, Mask]:
@@ -320,6 +325,28 @@ class SharedMemoryLink:
                 there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
         found = probe if len(there) == len(keys) else probe.take(there)
         return self._hold(len(keys), there, found, ttl_s, deadline)
+
+    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> SharedLayerSource:
+        self._require_usable()
+
+        def promote(cold: Keys) -> None:
+            self._promote(cold, Deadline(timeout_s))
+
+        return SharedLayerSource(
+            self._session, self._number, self._opened(), keys, part, ttl_s=ttl_s, timeout_s=timeout_s, promote=promote
+        )
+
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedLayerSink:
+        self._require_usable()
+        return SharedLayerSink(
+            self._session,
+            self._number,
+            self._opened(),
+            keys,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+            checksums=self._checksums,
+        )
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))

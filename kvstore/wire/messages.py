@@ -75,8 +75,8 @@ class RefRequest:
 
     refs: NDArray[np.void]  # REF, shape (n,)
     namespace: int = 0  # WRITE
-    layers_ready: int = 0  # PUBLISH
-    ttl_ms: int = 0  # LEASE
+    layers_ready: int = 0  # PUBLISH, WRITE_LAYER
+    ttl_ms: int = 0  # LEASE; PUBLISH, WRITE_LAYER: the reservation's new time
 
     def encode(self) -> bytes:
         """The body."""
@@ -84,11 +84,18 @@ class RefRequest:
         return head + self.refs.tobytes()
 
     @classmethod
-    def of(cls, handles: NDArray[Any], generations: NDArray[Any], namespace: int = 0, ttl_ms: int = 0) -> RefRequest:
+    def of(
+        cls,
+        handles: NDArray[Any],
+        generations: NDArray[Any],
+        namespace: int = 0,
+        layers_ready: int = 0,
+        ttl_ms: int = 0,
+    ) -> RefRequest:
         """Blocks by their handles and generations, shape (n,) each."""
         words = np.empty((len(handles), 2), dtype=np.uint64)
         words[:, 0], words[:, 1] = handles, generations
-        return cls(words.view(REF).reshape(-1), namespace, ttl_ms=ttl_ms)
+        return cls(words.view(REF).reshape(-1), namespace, layers_ready, ttl_ms)
 
     @classmethod
     def decode(cls, body: bytes) -> RefRequest:
