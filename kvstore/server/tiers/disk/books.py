@@ -46,7 +46,7 @@ class Counters:
 class Books:
     """See the module."""
 
-    pool: memoryview
+    pool: NDArray[np.uint8]
     directory: Directory
     slabs: Slabs
     policy: EvictionPolicy
