@@ -260,10 +260,11 @@ class _Connection:
         if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
-        later = self._bring_back(request, layers * layer_bytes)
+        waited = self._bring_back(request, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
+        later = probe.on_disk(request.namespace, layers * layer_bytes) & ~waited
         there = probe.take(np.flatnonzero(found))
         lease, held = self._session.lease(there, HOLD_S, shard_deadline)
         try:
@@ -285,12 +286,13 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        later = self._bring_back(request, layers * layer_bytes)
+        waited = self._bring_back(request, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         index = self._index(shard_deadline)
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
+        later = probe.on_disk(request.namespace, layers * layer_bytes) & ~waited
         rows = np.flatnonzero(found)
         size = (end - first) * layer_bytes
         copied = np.empty(len(rows) * size, dtype=np.uint8)
@@ -305,20 +307,18 @@ class _Connection:
         self._send_fetched(frame, found, later, size, sums[standing], payload, deadline)
 
     def _bring_back(self, request: KeyRequest, size: int) -> NDArray[np.bool_]:
-        """Have those of the blocks that are on the SSD brought into the pool, and wait for the first piece of them;
-        which blocks come with later ones. While the client receives what is there, those are on their way.
+        """Have those of the blocks that are on the SSD brought into the pool, and wait for the first piece of them, or
+        until it is too late for any: for which blocks. The next pieces come while the client receives what is there.
         """
         deadline = Deadline(SHARD_TIMEOUT_S)
+        waited = np.zeros(len(request.keys), dtype=np.bool_)
         cold = np.flatnonzero(self._index(deadline).probe(request.keys).on_disk(request.namespace, size))
-        later = np.zeros(len(request.keys), dtype=np.bool_)
         if len(cold):
             wait = Deadline(min(request.ttl_ms / 1000, SHARD_TIMEOUT_S * PROMOTION_SHARE))
             piece_blocks = self._session.shared.piece_blocks(size)
             pieces = self._session.promoted(request.namespace, request.keys[cold], piece_blocks, wait, deadline)
-            for first in pieces:
-                later[cold[first.stop :]] = True
-                break
-        return later
+            waited[cold[next(pieces, slice(None))]] = True
+        return waited
 
     def _send_fetched(
         self,
