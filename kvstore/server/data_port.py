@@ -28,7 +28,7 @@ from kvstore.index import IndexReader
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
-from kvstore.transport.shm import LocalSession, SharedShard, connect_local
+from kvstore.transport.shm import PROMOTION_SHARE, LocalSession, SharedShard, connect_local
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
@@ -36,6 +36,7 @@ from kvstore.wire.messages import (
     LOOKUP_ROW,
     RESERVE_ROW,
     U64,
+    Found,
     KeyRequest,
     RefRequest,
     decode_json,
@@ -259,10 +260,11 @@ class _Connection:
         if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
+        waited = self._bring_back(request, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        self._bring_back(request, layers * layer_bytes, shard_deadline)
         probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
+        later = probe.on_disk(request.namespace, layers * layer_bytes) & ~waited
         there = probe.take(np.flatnonzero(found))
         lease, held = self._session.lease(there, HOLD_S, shard_deadline)
         try:
@@ -274,7 +276,7 @@ class _Connection:
             pool = memoryview(self._session.shared.pool_read_only)
             start, size = first * layer_bytes, (end - first) * layer_bytes
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
-            self._send_fetched(frame, found, size, sums, payload, deadline)
+            self._send_fetched(frame, found, later, size, sums, payload, deadline)
         finally:
             # If the lease ran out while a slow client took its time, what was sent may be mixed up. The client sees
             # it by the sums.
@@ -284,12 +286,13 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
+        waited = self._bring_back(request, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        self._bring_back(request, layers * layer_bytes, shard_deadline)
         index = self._index(shard_deadline)
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
+        later = probe.on_disk(request.namespace, layers * layer_bytes) & ~waited
         rows = np.flatnonzero(found)
         size = (end - first) * layer_bytes
         copied = np.empty(len(rows) * size, dtype=np.uint8)
@@ -301,25 +304,34 @@ class _Connection:
         self._session.shared.note_use(probe.handles[rows])
         found[rows[~standing]] = False
         payload = [memoryview(copied)[place : place + size] for place in places[standing].tolist()]
-        self._send_fetched(frame, found, size, sums[standing], payload, deadline)
+        self._send_fetched(frame, found, later, size, sums[standing], payload, deadline)
 
-    def _bring_back(self, request: KeyRequest, size: int, deadline: Deadline) -> None:
-        """Have those of the blocks that are on the SSD brought into the pool."""
-        cold = self._index(deadline).probe(request.keys).on_disk(request.namespace, size)
-        if cold.any():
-            self._session.promote(request.namespace, request.keys[cold], deadline)
+    def _bring_back(self, request: KeyRequest, size: int) -> NDArray[np.bool_]:
+        """Have those of the blocks that are on the SSD brought into the pool, and wait for the first piece of them, or
+        until it is too late for any: for which blocks. The next pieces come while the client receives what is there.
+        """
+        deadline = Deadline(SHARD_TIMEOUT_S)
+        waited = np.zeros(len(request.keys), dtype=np.bool_)
+        cold = np.flatnonzero(self._index(deadline).probe(request.keys).on_disk(request.namespace, size))
+        if len(cold):
+            wait = Deadline(min(request.ttl_ms / 1000, SHARD_TIMEOUT_S * PROMOTION_SHARE))
+            piece_blocks = self._session.shared.piece_blocks(size)
+            pieces = self._session.promoted(request.namespace, request.keys[cold], piece_blocks, wait, deadline)
+            waited[cold[next(pieces, slice(None))]] = True
+        return waited
 
     def _send_fetched(
         self,
         frame: Frame,
         found: NDArray[np.bool_],
+        later: NDArray[np.bool_],
         size: int,
         sums: NDArray[np.uint64],
         payload: list[memoryview],
         deadline: Deadline,
     ) -> None:
         answer = np.zeros(len(found), dtype=FETCH_ROW)
-        answer["found"] = found
+        answer["found"] = np.where(found, Found.HERE, np.where(later, Found.LATER, Found.MISS))
         answer["bytes"] = np.where(found, size, 0)
         body = answer.tobytes() + np.ascontiguousarray(sums).tobytes()
         head = encode(frame.op, frame.request, body, len(payload) * size)

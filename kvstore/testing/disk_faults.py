@@ -104,6 +104,7 @@ class _FaultyFile:
     def __init__(self, real: File, faults: FaultyFiles) -> None:
         self._real = real
         self._faults = faults
+        self.direct = real.direct
 
     def pwritev(self, pieces: Sequence[memoryview], offset: int) -> int:
         if self._faults.broken:

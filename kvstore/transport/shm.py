@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ RESERVATION_TTL_S = 30.0
 RELEASES_WAITING_MAX = 256
 READS_MAX = 3  # looks at a block: it may be on the SSD, and it may lose a race
 PROMOTION_SHARE = 0.8  # of the time left: a slow disk ends the wait, not the connection
+# Blocks come from the SSD in pieces, so that one is copied while the next ones are read. What is under way for one call
+# is a quarter of the pool at most: what has come is not pushed out by what comes next before it was copied.
+PROMOTION_PIECE_BYTES = 8 << 20
+PROMOTION_PIECES = 8  # under way for one call, the one that is being copied included
+_PIECE_SHARE = 4 * PROMOTION_PIECES
+_PIECE_BLOCKS_MAX = 512  # all pieces together are what a shard loads at once
 RELEASE_TIMEOUT_S = 1.0
 _FDS = 4
 _PEER_CREDENTIALS = struct.Struct("3i")
@@ -127,6 +133,11 @@ class SharedShard:
         """Leave the trace of a read that the shard never hears of."""
         self.touch_board[handles] = (time.monotonic_ns() >> _TICK_SHIFT) & 0xFFFFFFFF
 
+    def piece_blocks(self, block_bytes: int) -> int:
+        """Blocks of one piece of a promotion."""
+        piece_bytes = min(PROMOTION_PIECE_BYTES, len(self.pool) // _PIECE_SHARE)
+        return min(max(1, piece_bytes // block_bytes), _PIECE_BLOCKS_MAX)
+
     def warm_up(self, stop: threading.Event) -> None:
         """Make the pages of the mappings present as far as the shard has them, so that copies don't pay for page
         faults.
@@ -193,12 +204,25 @@ class ShardCalls:
         """Give back, without waiting for an answer."""
         self.channel.post(Op.RELEASE, LeaseRequest(np.array(leases, dtype=np.uint64)).encode(), deadline)
 
-    def promote(self, namespace: int, keys: Keys, deadline: Deadline) -> None:
-        """Have blocks brought back from the SSD. Returns when they are there, or can't be, or before the deadline."""
-        wait_s = deadline.left_s() * PROMOTION_SHARE
-        for first in range(0, len(keys), KEYS_MAX):
-            request = KeyRequest(namespace, keys[first : first + KEYS_MAX], ttl_ms=_ms(wait_s))
+    def promoted(
+        self, namespace: int, keys: Keys, piece_blocks: int, wait: Deadline, deadline: Deadline
+    ) -> Iterator[slice]:
+        """Have blocks brought back from the SSD: rows of `keys`, a piece at a time, as soon as they are there or can't
+        be. The next pieces are on their way meanwhile. What is late for `wait` is left out; `deadline` is the shard's.
+        """
+        pieces = [slice(first, first + piece_blocks) for first in range(0, len(keys), piece_blocks)]
+        begun = 0
+        for place, piece in enumerate(pieces):
+            for ahead in pieces[begun : place + PROMOTION_PIECES]:
+                request = KeyRequest(namespace, keys[ahead], ttl_ms=_ms(wait.left_s()))
+                self.channel.post(Op.PROMOTE, request.encode(), deadline)
+            begun = place + PROMOTION_PIECES
+            if wait.left_s() <= 0:
+                return
+            # Whoever asks for what is on its way waits for the same read.
+            request = KeyRequest(namespace, keys[piece], ttl_ms=_ms(wait.left_s()))
             self.channel.call(Op.PROMOTE, request.encode(), deadline)
+            yield piece
 
     def set_quotas(self, quotas: Mapping[str, Sequence[int]], deadline: Deadline) -> None:
         """What each tenant may have of this shard: limit and share of DRAM, limit and share of the SSD, in bytes."""
@@ -288,12 +312,12 @@ class SharedMemoryLink:
         filled = np.zeros(len(keys), dtype=np.bool_)
         rows = np.arange(len(keys))
         for _ in range(READS_MAX):
-            good, lost, cold = self._read(keys, rows, into, layers, deadline)
+            good, rows, cold = self._read(keys, rows, into, layers, deadline)
             filled[good] = True
-            rows = lost
-            if len(cold):
-                self._promote(keys[cold], deadline)
-                rows = np.union1d(lost, cold)
+            for piece in self._promoted(keys[cold], deadline):
+                good, lost, still_cold = self._read(keys, cold[piece], into, layers, deadline)
+                filled[good] = True
+                rows = np.concatenate([rows, lost, still_cold])
             if not len(rows):
                 break
         good = int(np.count_nonzero(filled))
@@ -404,12 +428,26 @@ class SharedMemoryLink:
         return rows[good], rows[there[~standing]], cold
 
     def _promote(self, keys: Keys, deadline: Deadline) -> None:
-        """Have blocks brought back from the SSD, and wait: over a session of its own, so that other calls don't."""
+        """Have blocks brought back from the SSD, and wait for all of them."""
+        for _ in self._promoted(keys, deadline):
+            pass
+
+    def _promoted(self, keys: Keys, deadline: Deadline) -> Iterator[slice]:
+        """The same piece by piece, over a session of its own, so that other calls don't wait."""
+        if not len(keys):
+            return
+        piece_blocks = self._shared.piece_blocks(self._opened().block_bytes)
+        wait = Deadline(deadline.left_s() * PROMOTION_SHARE)
         # A disk that is too slow costs this get its blocks, not the link: the rest of the shard is well.
-        with self._promoting, contextlib.suppress(Unavailable):
+        with contextlib.suppress(Unavailable):
+            session = self._promotion_session(deadline)
+            yield from session.promoted(self._number, keys, piece_blocks, wait, deadline)
+
+    def _promotion_session(self, deadline: Deadline) -> ShardCalls:
+        with self._promoting:
             if self._promotions is None or not self._promotions.channel.usable:
                 self._promotions = ShardCalls(connect_local(self._socket_path, deadline))
-            self._promotions.promote(self._number, keys, deadline)
+            return self._promotions
 
     def _hold(
         self, count: int, rows: NDArray[np.int64], found: Probe, ttl_s: float, deadline: Deadline

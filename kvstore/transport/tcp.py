@@ -28,7 +28,7 @@ from kvstore.transport.channel import (
     Exchange,
     Stream,
 )
-from kvstore.transport.shm import RESERVATION_TTL_S, describe
+from kvstore.transport.shm import PROMOTION_SHARE, RESERVATION_TTL_S, describe
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
@@ -37,6 +37,7 @@ from kvstore.wire.messages import (
     LOOKUP_ROW,
     RESERVE_ROW,
     U64,
+    Found,
     KeyRequest,
     RefRequest,
     decode_json,
@@ -130,19 +131,22 @@ class TcpLink:
         return Lookup(rows["state"].copy(), rows["layers_ready"].copy())
 
     def fetch(self, keys: Keys, into: Blocks, layers: tuple[int, int], timeout_s: float) -> Mask:
-        deadline = Deadline(timeout_s)
+        deadline, wait = Deadline(timeout_s), Deadline(timeout_s * PROMOTION_SHARE)
         filled = np.zeros(len(keys), dtype=np.bool_)
         each = min(KEYS_MAX, max(1, SUMS_PER_MESSAGE // (layers[1] - layers[0])))
         for first in range(0, len(keys), each):
             part = np.arange(first, min(first + each, len(keys)))
-            with self._exchange(deadline) as exchange:
-                found, matching = self._fetch(exchange, keys[part], into.take(part), layers)
-            filled[part[found[matching]]] = True
-            damaged = part[found[~matching]]
-            if len(damaged):
-                # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
-                self.meter.add(checksum_failures=len(damaged))
-                self.delete(keys[damaged], deadline.left_s())
+            while len(part):
+                with self._exchange(deadline) as exchange:
+                    found, matching, later = self._fetch(exchange, keys[part], into.take(part), layers, wait)
+                filled[part[found[matching]]] = True
+                damaged = part[found[~matching]]
+                if len(damaged):
+                    # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
+                    self.meter.add(checksum_failures=len(damaged))
+                    self.delete(keys[damaged], deadline.left_s())
+                # A disk that is too slow costs this get its blocks, not the link.
+                part = part[later] if wait.left_s() > 0 else part[:0]
         good = int(np.count_nonzero(filled))
         size = (layers[1] - layers[0]) * self._opened().layer_bytes
         self.meter.add(read_blocks=good, read_bytes=good * size)
@@ -198,19 +202,23 @@ class TcpLink:
             channel.close()
 
     def _fetch(
-        self, exchange: Exchange, keys: Keys, into: Blocks, layers: tuple[int, int]
-    ) -> tuple[NDArray[np.int64], Mask]:
-        """Rows that were received, and which of them match their sums."""
+        self, exchange: Exchange, keys: Keys, into: Blocks, layers: tuple[int, int], wait: Deadline
+    ) -> tuple[NDArray[np.int64], Mask, NDArray[np.int64]]:
+        """Rows that were received, which of them match their sums, and rows to ask for again: on their way from the
+        SSD.
+        """
         namespace = self._opened()
         size = (layers[1] - layers[0]) * namespace.layer_bytes
-        exchange.send(Op.FETCH, KeyRequest(self._number, keys, layers=layers).encode())
+        ttl_ms = max(1, int(wait.left_s() * 1000))
+        exchange.send(Op.FETCH, KeyRequest(self._number, keys, ttl_ms=ttl_ms, layers=layers).encode())
         frame, body = exchange.reply()
         answer = decode_prefix(body, FETCH_ROW, len(keys))
-        found = np.flatnonzero(answer["found"])
+        found, later = (np.flatnonzero(answer["found"] == state) for state in (Found.HERE, Found.LATER))
         sums = decode_rows(body, U64, len(found) * (layers[1] - layers[0]), offset=answer.nbytes)
         if frame.payload_bytes != len(found) * size or (answer["bytes"][found] != size).any():
             raise ProtocolError(f"{len(found)} blocks of {size} bytes were announced with {frame.payload_bytes} bytes")
-        return found, self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
+        matching = self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
+        return found, matching, later
 
     def _receive(
         self, exchange: Exchange, rows: NDArray[np.int64], into: Blocks, size: int, sums: NDArray[np.uint64]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, cast
 
 import numpy as np
@@ -34,6 +35,15 @@ REPORT_FIELDS = (  # of a REPORT, uint64 each
 )
 U64 = np.dtype("<u8")
 
+
+class Found(IntEnum):
+    """What a FETCH says of a block."""
+
+    MISS = 0
+    HERE = 1  # its bytes follow
+    LATER = 2  # it is on its way from the SSD: ask again, once what follows has been received
+
+
 _KEY_HEAD = struct.Struct("<HHHHIIQ")
 _REF_HEAD = struct.Struct("<HHII4x")  # padded: the rows that follow are 8-byte words
 _LEASE_HEAD = struct.Struct("<II")
@@ -47,7 +57,7 @@ class KeyRequest:
     keys: NDArray[np.void]  # KEY_DTYPE, shape (n,)
     layers: tuple[int, int] = (0, 0)  # FETCH: half-open range
     flag: int = 0  # PIN: 1 on, 0 off
-    ttl_ms: int = 0  # RESERVE
+    ttl_ms: int = 0  # RESERVE; PROMOTE, FETCH: how long to wait for the SSD
     size_bytes: int = 0  # RESERVE: payload bytes of each block
 
     def encode(self) -> bytes:

@@ -46,7 +46,7 @@ def connect() -> Iterator[Connect]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(dram=str(POOL_BYTES)) as server:
+    with ServerProcess(dram=str(POOL_BYTES), watermark=0) as server:
         yield server
 
 
@@ -107,7 +107,7 @@ def test_a_change_of_block_size_finds_room_each_time(server: ServerProcess, conn
 
 @pytest.mark.slow
 def test_readers_follow_the_index_when_it_moves_to_a_larger_table(connect: Connect) -> None:
-    with ServerProcess(dram="312MiB") as server:
+    with ServerProcess(dram="312MiB", watermark=0) as server:
         writer, local, remote = (connect(server, TINY, transport) for transport in ("shm", "shm", "tcp"))
         first = put(writer, 0, 4096)
         for reader in (local, remote):

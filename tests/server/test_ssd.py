@@ -19,13 +19,14 @@ from kvstore.wire.control import ControlClient
 
 BLOCK_BYTES = 256 << 10
 BATCH = 32
+DRAM_BYTES = 32 << 20
 SPACE = kvstore.Namespace(
     model="ssd", revision="1", dtype="uint8", block_tokens=4, layout=kvstore.OpaqueLayout("t", 8, BLOCK_BYTES // 8)
 )
 
 
 def server_with_disk(admission: str = "always") -> ServerProcess:
-    return ServerProcess(dram="32MiB", disk="256MiB", admission=admission)
+    return ServerProcess(dram=str(DRAM_BYTES), disk="256MiB", admission=admission)
 
 
 @pytest.fixture
@@ -83,6 +84,18 @@ def test_what_dram_cannot_hold_comes_back_from_the_ssd(server: ServerProcess, tr
         one = client.get_into(keys_of(client, 1)[5:6], target := np.zeros((1, BLOCK_BYTES), dtype=np.uint8))
         assert one.ok.all()
         np.testing.assert_array_equal(target[0], content(1)[5])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_one_get_brings_more_from_the_ssd_than_dram_holds(server: ServerProcess, transport: str) -> None:
+    with connect(server, transport) as client:
+        fill(client, server, range(6))
+        blocks = np.concatenate([content(batch) for batch in range(6)])
+        assert blocks.nbytes > DRAM_BYTES
+        keys = kvstore.BlockKeys(np.concatenate([keys_of(client, batch).array for batch in range(6)]))
+        got = client.get(keys)
+        assert got.ok.all()
+        np.testing.assert_array_equal(got.blocks, blocks)
 
 
 def test_a_killed_server_serves_what_was_durable_and_nothing_that_was_deleted() -> None:
@@ -159,8 +172,12 @@ def test_prefetch_brings_blocks_up_without_waiting(server: ServerProcess) -> Non
         assert right(client, 0) == BATCH
 
 
-def test_a_stuck_disk_costs_the_deadline_and_dram_goes_on(server: ServerProcess) -> None:
-    with connect(server) as client, kvstore.connect(server.address, namespace=SPACE, timeout_s=1.0) as hasty:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stuck_disk_costs_the_deadline_and_dram_goes_on(server: ServerProcess, transport: str) -> None:
+    with (
+        connect(server) as client,
+        kvstore.connect(server.address, namespace=SPACE, transport=transport, timeout_s=1.0) as hasty,
+    ):
         fill(client, server, range(8))
         worker = worker_pid(server)
         assert worker is not None

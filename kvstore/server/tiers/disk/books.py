@@ -47,7 +47,7 @@ class Counters:
 class Books:
     """See the module."""
 
-    pool: memoryview
+    pool: NDArray[np.uint8]
     directory: Directory
     slabs: Slabs
     catalog: Catalog

@@ -32,7 +32,7 @@ I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
 U8 = NDArray[np.uint8]
 
-COMMIT_BYTES: Final = 64 << 20  # of payload that one commit gathers while writes are under way
+COMMIT_BYTES: Final = 128 << 20  # of payload that one commit gathers while writes are under way
 LAZY_DELETES_MAX: Final = 8192  # rows that no longer count, cleared away with one commit
 GONE_MAX: Final = 16384  # keys of one message
 RETRY_S: Final = 1.0  # after the catalog refused a write

@@ -47,7 +47,8 @@ from kvstore.server.tiers.disk.stores import Stores
 from kvstore.server.tiers.disk.workers import Inbox, Workers
 
 READ_THREADS: Final = 4
-WRITE_THREADS: Final = 4
+WRITE_THREADS: Final = 6  # more than readers: summing and copying come before a write, when the disk has nothing yet
+SCRATCH_BYTES: Final = 2 << 20  # of each of them: one huge page
 GROW_S: Final = 5.0  # after the file system refused another slab
 
 
@@ -106,8 +107,8 @@ class DiskTier:
         opened.catalog.put_meta(Meta(slab_bytes, clean=False))
         self._books = _books(opened, slabs, pool, boot_id)
         self._inbox = Inbox()
-        self._readers = Workers("read", READ_THREADS, self._inbox)
-        self._writers = Workers("write", WRITE_THREADS, self._inbox)
+        self._readers = Workers("read", READ_THREADS, self._inbox, SCRATCH_BYTES)
+        self._writers = Workers("write", WRITE_THREADS, self._inbox, SCRATCH_BYTES)
         self._committer = Workers("commit", 1, self._inbox)
         self._commits = Commits(self._books, self._committer, self._writers, self._after_commit)
         self._stores = Stores(self._books, self._commits, self._writers)
@@ -292,7 +293,7 @@ def _books(opened: Opened, slabs: Slabs, pool: NDArray[np.uint8], boot_id: bytes
     barriers = Barriers(boot_id, opened.barriers)
     removed = max((barrier.sequence for _, barrier in barriers.items()), default=0)
     return Books(
-        pool=memoryview(pool),
+        pool=pool,
         directory=Directory(),
         slabs=slabs,
         catalog=opened.catalog,

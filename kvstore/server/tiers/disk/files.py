@@ -24,6 +24,11 @@ PIECES_MAX: Final = 512  # of one call; the kernel takes 1,024
 class File(Protocol):
     """An open file of fixed size."""
 
+    @property
+    def direct(self) -> bool:
+        """Whether the disk itself reads and writes the buffers: the page cache is not in between."""
+        ...
+
     def pwritev(self, pieces: Sequence[memoryview], offset: int) -> int:
         """Write the pieces one behind the other; bytes written."""
         ...
@@ -68,10 +73,11 @@ class Files(Protocol):
 class SystemFile:
     """A file of the operating system. The GIL is free in every call."""
 
-    __slots__ = ("_fd",)
+    __slots__ = ("_fd", "direct")
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, direct: bool) -> None:
         self._fd = fd
+        self.direct = direct
 
     def pwritev(self, pieces: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(self._fd, pieces, offset)
@@ -112,10 +118,10 @@ class SystemFiles:
             path.unlink()
             raise
         sync_folder(path.parent)
-        return SystemFile(fd)
+        return SystemFile(fd, direct=self.direct)
 
     def open(self, path: Path) -> SystemFile:
-        return SystemFile(os.open(path, self._flags))
+        return SystemFile(os.open(path, self._flags), direct=self.direct)
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -101,8 +101,8 @@ class Loads:
     def _read_run(self, loading: _Loading, run: Run, rows: I64, handles: I64, targets: list[Target]) -> None:
         file, pool = self._books.slabs.file(run.slab), self._books.pool
 
-        def work(_: Scratch) -> list[bool]:
-            return read_run(file, run.offset, pool, targets)
+        def work(scratch: Scratch) -> list[bool]:
+            return read_run(file, run.offset, pool, targets, scratch)
 
         self._submit_read(loading, rows, handles, work)
 

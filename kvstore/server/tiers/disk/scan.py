@@ -155,9 +155,9 @@ class Rescan:
         geometry = Geometry(row.layers, row.layer_bytes)
         file = self._books.slabs.file(slab)
 
-        def work(_: Scratch) -> bool:
-            memory = memoryview(private_arena(padded(geometry.size)))
-            return read_run(file, offset, memory, [Target(geometry, 0, 0, sums)])[0]
+        def work(scratch: Scratch) -> bool:
+            memory = private_arena(padded(geometry.size))
+            return read_run(file, offset, memory, [Target(geometry, 0, 0, sums)], scratch)[0]
 
         def done(right: bool | None, error: Exception | None) -> None:
             self._suspects_open -= 1

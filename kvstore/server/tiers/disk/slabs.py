@@ -2,7 +2,7 @@
 
 ```
 <folder>/slab-00000.kv   slab_bytes each, preallocated when first used, deleted when a flush leaves it empty
-slot                     payload from its start, to the next 4 KiB with whatever was behind it in the pool
+slot                     payload from its start, to the next 4 KiB with anything
 ```
 
 A location is the byte offset in the row of all slabs: slab number times slab bytes, plus the offset in the file.

@@ -167,8 +167,8 @@ class Stores:
     def _write_run(self, storing: Storing, run: Run, rows: list[int], handles: I64, pool_offsets: list[int]) -> None:
         file, pool, geometry = self._books.slabs.file(run.slab), self._books.pool, storing.geometry
 
-        def work(_: Scratch) -> list[bytes]:
-            return write_run(file, run.offset, pool, pool_offsets, geometry)
+        def work(scratch: Scratch) -> list[bytes]:
+            return write_run(file, run.offset, pool, pool_offsets, geometry, scratch)
 
         def done(sums: list[bytes] | None, error: Exception | None) -> None:
             written = Written(storing, rows, handles, sums or [])

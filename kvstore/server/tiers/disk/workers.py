@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.transport.memory import private_arena
+from kvstore.transport.memory import prefault, private_arena
 
-SCRATCH_BYTES = 64 << 10
 STUCK_S = 1.0  # a call that takes longer no longer counts as a thread at work
 STUCK_MAX = 12  # threads more, at most, while calls are stuck
 
@@ -63,11 +62,13 @@ class Workers:
 
     Args:
         threads: calls in flight at once.
+        scratch_bytes: memory of each thread, present from its start on.
     """
 
-    def __init__(self, name: str, threads: int, inbox: Inbox) -> None:
+    def __init__(self, name: str, threads: int, inbox: Inbox, scratch_bytes: int = 0) -> None:
         self._name = name
         self._threads = threads
+        self._scratch_bytes = scratch_bytes
         self._inbox = inbox
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._since_s: list[float] = []  # when each thread took up its job; 0 = it waits for one
@@ -107,7 +108,8 @@ class Workers:
         threading.Thread(target=self._run, args=(number,), name=f"{self._name}-{number}", daemon=True).start()
 
     def _run(self, number: int) -> None:
-        scratch = private_arena(SCRATCH_BYTES)
+        scratch = private_arena(self._scratch_bytes)
+        prefault(scratch)
         while (job := self._jobs.get()) is not None:
             self._since_s[number] = time.monotonic()
             result, failure = None, None

@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.server.tiers.disk.catalog import Batch, Catalog, CatalogDamagedError
+from kvstore.server.tiers.disk.engine import SCRATCH_BYTES
 from kvstore.server.tiers.disk.files import SystemFiles
 from kvstore.server.tiers.disk.messages import LOAD_ROW, Load, Loaded, LoadStatus, Removed, Stored, StoreStatus
 from kvstore.testing.disk_faults import FaultyFiles
@@ -37,9 +38,10 @@ DURABLE, EXISTS, STALE, NO_ROOM, FAILED = (
 OK, MISS, LOST = LoadStatus.OK, LoadStatus.MISS, LoadStatus.FAILED
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "page cache"])
 @pytest.mark.parametrize("layer_bytes", [1, 100, 4095, 4096, 5000, 16 << 10])
-def test_blocks_of_any_size_come_back_whole_and_by_layer_range(tmp_path: Path, layer_bytes: int) -> None:
-    rig = Rig(tmp_path, layers=5, layer_bytes=layer_bytes)
+def test_blocks_of_any_size_come_back_whole_and_by_layer_range(tmp_path: Path, layer_bytes: int, direct: bool) -> None:
+    rig = Rig(tmp_path, layers=5, layer_bytes=layer_bytes, files=SystemFiles(tmp_path, direct=direct))
     assert rig.store(range(7)) == [DURABLE] * 7
     assert rig.load([6, 2, 2, 0]) == [OK] * 4
     for first in range(5):
@@ -50,6 +52,25 @@ def test_blocks_of_any_size_come_back_whole_and_by_layer_range(tmp_path: Path, l
     again = Rig(tmp_path, layers=5, layer_bytes=layer_bytes)
     assert again.load(range(8)) == [OK] * 7 + [MISS]
     again.close()
+
+
+@pytest.mark.parametrize("layer_bytes", [SCRATCH_BYTES // 3, SCRATCH_BYTES - 1, SCRATCH_BYTES + 5000])
+def test_layers_may_be_cut_by_the_memory_that_they_go_through(tmp_path: Path, layer_bytes: int) -> None:
+    rig = Rig(tmp_path, capacity=512 << 20, layers=3, layer_bytes=layer_bytes)
+    assert rig.store([1, 2]) == [DURABLE] * 2
+    assert rig.load([2, 1]) == [OK, OK]
+    for layers in [(0, 1), (1, 2), (2, 3), (1, 3)]:
+        assert rig.load([1], layers) == [OK]
+    rig.close()
+
+
+def test_neighbours_of_different_namespaces_are_read_together(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, layers=4, layer_bytes=1024)
+    rig.store([1, 3])
+    rig.layers, rig.layer_bytes = 2, 2048
+    rig.store([2, 4], digest=OTHER_DIGEST)
+    assert rig.load([1, 2, 3, 4]) == [OK] * 4
+    rig.close()
 
 
 def test_a_whole_block_gets_its_trailer(tmp_path: Path) -> None:

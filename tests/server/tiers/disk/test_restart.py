@@ -17,7 +17,7 @@ FIXED_BYTES = 48 << 20  # of RocksDB's caches and memtables, whatever the number
 
 @pytest.mark.slow
 def test_a_hundred_thousand_blocks_are_served_in_two_seconds_and_known_in_ten(tmp_path: Path) -> None:
-    end = ShardEnd(tmp_path, slots=BLOCKS_MAX, layers=4, layer_bytes=1000)
+    end = ShardEnd(tmp_path, slots=4 * BLOCKS_MAX, layers=4, layer_bytes=1000)
     end.pool[:] = 7
     end.start(1 << 30)
     end.wait_scanned()
