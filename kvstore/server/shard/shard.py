@@ -15,7 +15,7 @@ A slot is given away only when nobody can touch it any more:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class NamespaceInfo:
     layers: int
     layer_bytes: int
     label: str  # model and revision, for people
+    value: float = 1.0  # of one of its bytes: what computing it again costs, relative to other namespaces
 
     @property
     def block_bytes(self) -> int:
@@ -282,6 +283,11 @@ class Shard:
             self.tiering.promote(found.handles[committed])
         return committed.astype(np.uint8)
 
+    def note_chains(self, chains: Iterable[NDArray[np.uint64]]) -> None:
+        """Readers tell what they asked for, hits and misses: low words of keys, one array for each request."""
+        for chain in chains:
+            self.policy.note_request(chain)
+
     def promote(self, request: KeyRequest, now_s: float, done: Callable[[], None]) -> None:
         """Bring blocks from the SSD into the pool; `done` is called when they are there or can't be, or after
         `ttl_ms`.
@@ -396,7 +402,7 @@ class Shard:
         self._index.set_status(done, BlockState.COMMITTED, layers)
         self.blocks.life[done] = Life.COMMITTED
         self.blocks.owner[done] = 0
-        self.policy.admit(done)
+        self._admit(done)
         if self.tiering is not None:
             self.tiering.committed(done)
         self.counters.committed_blocks += len(done)
@@ -521,7 +527,7 @@ class Shard:
         blocks.offset[handles] = offsets
         blocks.holds[handles] = 0
         self._index.relocate(handles, generations, offsets, Tier.DRAM)
-        self.policy.admit(handles)
+        self._admit(handles)
 
     def forget(self, handles: I64) -> None:
         """These blocks are nowhere any more."""
@@ -678,6 +684,12 @@ class Shard:
         """The writer has reported on a reservation that had run out: it writes there no more."""
         handles, late = self._mine(session, refs, Life.QUARANTINED)
         self._let_go(handles[late])
+
+    def _admit(self, handles: I64) -> None:
+        """Committed blocks, in prefix order, may be evicted from now on."""
+        if len(handles):
+            values = np.array([info.value for info in self._namespaces])
+            self.policy.admit(handles, self.keys_of(handles)["lo"], values[self.blocks.namespace[handles]])
 
     def _use(self, handles: I64) -> None:
         """Count committed blocks, in prefix order and perhaps named twice, as used now."""

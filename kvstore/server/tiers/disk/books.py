@@ -75,6 +75,10 @@ class Books:
         if int(ends.max()) > len(self.pool) or (offsets % np.uint64(4096)).any():
             raise ProtocolError("a block outside the pool, or not on a page")
 
+    def admit(self, handles: I64) -> None:
+        """These blocks are durable now, in prefix order, and may be evicted."""
+        self.policy.admit(handles, self.directory.keys(handles)["lo"])
+
     def hold(self, handles: I64) -> None:
         """Something is in flight on these."""
         np.add.at(self.directory.holds, handles, 1)

@@ -157,7 +157,7 @@ class Commits:
         there = (handles >= 0) & (self._books.directory.life[handles] == Life.DURABLE)
         claimed = (statuses == StoreStatus.DURABLE) | (statuses == StoreStatus.EXISTS)
         statuses[claimed & ~there] = StoreStatus.BUSY
-        self._books.policy.admit(handles[(statuses == StoreStatus.DURABLE) & there])
+        self._books.admit(handles[(statuses == StoreStatus.DURABLE) & there])
         self._books.answers.append(Stored(storing.request, statuses))
 
     def fail(self, written: Written, *, row_written: bool = False) -> None:

@@ -106,8 +106,8 @@ class Rescan:
         self._books.complete = True
         stored_meanwhile = self._books.policy.candidates(len(self._books.policy))
         for handles in reversed(self._scanned):
-            self._books.policy.admit(handles[directory.life[handles] == Life.DURABLE])
-        self._books.policy.admit(stored_meanwhile[::-1])  # they came with the first to go in front
+            self._books.admit(handles[directory.life[handles] == Life.DURABLE])
+        self._books.policy.touch(stored_meanwhile[::-1])  # they came with the first to go in front
         self._scanned.clear()
         for what in self._books.barriers.forget_other_boots():
             self._commits.next.barriers[what] = None
