@@ -25,7 +25,7 @@ from kvstore.core.errors import UsageError
 from kvstore.core.keys import KEY_DTYPE
 from kvstore.core.layout import OpaqueLayout
 from kvstore.core.states import PutStatus
-from kvstore.server.eviction.lru import LruPolicy
+from kvstore.server.eviction import POLICIES
 from kvstore.server.shard.blocks import NamespaceInfo
 from kvstore.server.shard.shard import IndexSegment, Shard
 from kvstore.testing.cluster import ServerProcess
@@ -150,7 +150,7 @@ class FullShard:
             pool_bytes=chunks * _CHUNK_BYTES,
             chunk_bytes=_CHUNK_BYTES,
             new_segment=lambda size: IndexSegment(-1, np.zeros(size // 16, np.complex128).view(np.uint8)),
-            make_policy=lambda: LruPolicy(self._board),
+            make_policy=lambda: POLICIES[policy](self._board),
         )
         self._shard.open_namespace(NamespaceInfo(bytes(16), 1, _PAYLOAD_BYTES, "kvbench scale"))
         self._session = self._shard.open_session()

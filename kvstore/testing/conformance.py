@@ -7,6 +7,7 @@ class TestMyPolicy(EvictionConformance):
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,23 +25,34 @@ from kvstore.transport.base import Keys, ShardLink
 from kvstore.transport.buffers import Pieces, Region
 
 I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
 
 
 def _handles(*numbers: int) -> I64:
     return np.array(numbers, dtype=np.int64)
 
 
+def keys_of(handles: I64) -> U64:
+    """Keys spread like hashes, one for each number."""
+    return (handles.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def admit(policy: EvictionPolicy, handles: I64, keys: U64 | None = None) -> None:
+    """Admit blocks, with the keys of their handles' numbers unless given."""
+    policy.admit(handles, keys_of(handles) if keys is None else keys)
+
+
 class EvictionConformance:
     """What `kvstore.server.eviction.base.EvictionPolicy` promises, for any order of preference."""
 
     def new_policy(self) -> EvictionPolicy:
-        """An empty policy, good for handles 0 to 9,999."""
+        """An empty policy, good for handles 0 to 99,999."""
         raise NotImplementedError
 
     def test_every_admitted_block_is_offered_once(self) -> None:
         policy = self.new_policy()
-        policy.admit(_handles(3, 1, 4))
-        policy.admit(_handles(5, 9))
+        admit(policy, _handles(3, 1, 4))
+        admit(policy, _handles(5, 9))
         assert len(policy) == 5
         assert sorted(policy.candidates(100).tolist()) == [1, 3, 4, 5, 9]
         assert len(policy) == 0
@@ -48,14 +60,14 @@ class EvictionConformance:
 
     def test_no_more_are_offered_than_asked_for(self) -> None:
         policy = self.new_policy()
-        policy.admit(np.arange(10))
+        admit(policy, np.arange(10))
         assert len(policy.candidates(0)) == 0
         assert len(policy.candidates(3)) == 3
         assert len(policy) == 7
 
     def test_an_empty_policy_offers_nothing(self) -> None:
         policy = self.new_policy()
-        policy.admit(_handles())
+        admit(policy, _handles())
         policy.touch(_handles())
         policy.remove(_handles())
         policy.restore(_handles())
@@ -64,20 +76,20 @@ class EvictionConformance:
 
     def test_deeper_blocks_of_a_batch_go_before_those_that_they_depend_on(self) -> None:
         policy = self.new_policy()
-        policy.admit(_handles(10, 11, 12, 13))
+        admit(policy, _handles(10, 11, 12, 13))
         assert policy.candidates(2).tolist() == [13, 12]
         assert policy.candidates(2).tolist() == [11, 10]
 
     def test_removed_blocks_are_never_offered(self) -> None:
         policy = self.new_policy()
-        policy.admit(np.arange(6))
+        admit(policy, np.arange(6))
         policy.remove(_handles(1, 4))
         assert len(policy) == 4
         assert sorted(policy.candidates(10).tolist()) == [0, 2, 3, 5]
 
     def test_removing_what_is_not_there_changes_nothing(self) -> None:
         policy = self.new_policy()
-        policy.admit(_handles(1))
+        admit(policy, _handles(1))
         policy.remove(_handles(2, 700))
         assert len(policy) == 1
         policy.candidates(1)
@@ -86,15 +98,24 @@ class EvictionConformance:
 
     def test_a_handle_may_be_used_again_for_another_block(self) -> None:
         policy = self.new_policy()
-        policy.admit(_handles(7))
+        admit(policy, _handles(7))
         policy.remove(_handles(7))
-        policy.admit(_handles(7))
+        admit(policy, _handles(7))
         assert len(policy) == 1
         assert policy.candidates(5).tolist() == [7]
 
+    def test_of_blocks_that_one_request_uses_the_deeper_ones_go_first(self) -> None:
+        policy = self.new_policy()
+        chain = np.arange(8)
+        policy.note_request(keys_of(chain))
+        admit(policy, chain)
+        policy.note_request(keys_of(chain))
+        policy.touch(chain)
+        assert policy.candidates(3).tolist() == [7, 6, 5]
+
     def test_restored_candidates_are_the_next_ones_to_go_in_the_same_order(self) -> None:
         policy = self.new_policy()
-        policy.admit(np.arange(10))
+        admit(policy, np.arange(10))
         first = policy.candidates(4)
         policy.restore(first[1:])
         assert len(policy) == 9
@@ -102,15 +123,57 @@ class EvictionConformance:
 
     def test_a_candidate_that_is_kept_and_touched_is_back_in_the_order(self) -> None:
         policy = self.new_policy()
-        policy.admit(np.arange(3))
+        admit(policy, np.arange(3))
         kept = policy.candidates(1)
         policy.touch(kept)
         assert len(policy) == 3
         assert sorted(policy.candidates(3).tolist()) == [0, 1, 2]
 
+    def test_a_restored_candidate_that_is_used_or_removed_is_not_offered_in_its_old_place(self) -> None:
+        policy = self.new_policy()
+        admit(policy, np.arange(6))
+        first = policy.candidates(3)
+        policy.restore(first)
+        policy.touch(first[:1])
+        policy.remove(first[1:2])
+        assert len(policy) == 5
+        assert policy.candidates(1).tolist() == first[2:].tolist()
+        again = policy.candidates(10)
+        policy.restore(again)
+        assert policy.candidates(10).tolist() == again.tolist()
+
+    def test_requests_for_unknown_keys_add_no_blocks(self) -> None:
+        policy = self.new_policy()
+        admit(policy, np.arange(3))
+        for first in range(0, 5000, 50):
+            policy.note_request(keys_of(np.arange(first, first + 50)))
+        policy.note_request(keys_of(_handles()))
+        policy.note_request(keys_of(_handles(4, 4, 4)))  # of a client that breaks the rules
+        assert sorted(policy.candidates(10).tolist()) == [0, 1, 2]
+
+    def test_a_block_costs_the_same_however_many_there_are(self) -> None:
+        few, many = (min(self._seconds_of_turnover(blocks) for _ in range(3)) for blocks in (2_000, 64_000))
+        assert many < 5 * few, f"{few:.4f} s with 2,000 blocks, {many:.4f} s with 64,000"
+
+    def _seconds_of_turnover(self, blocks: int) -> float:
+        """Seconds that 100 requests take in a full cache, each of which evicts and admits 16 blocks."""
+        policy = self.new_policy()
+        for first in range(0, blocks, 16):
+            admit(policy, np.arange(first, first + 16))
+        random = np.random.default_rng(2)
+        begin = time.perf_counter()
+        for number in range(100):
+            policy.note_request(keys_of(np.arange(number, number + 32) + blocks))
+            used = random.integers(0, blocks, 16)
+            gone = policy.candidates(16)
+            policy.remove(gone)
+            policy.touch(np.setdiff1d(used, gone))
+            admit(policy, gone, keys_of(np.arange(number, number + 16) + blocks))
+        return time.perf_counter() - begin
+
     def test_touching_again_and_again_offers_no_block_twice(self) -> None:
         policy = self.new_policy()
-        policy.admit(np.arange(8))
+        admit(policy, np.arange(8))
         for round_number in range(500):
             policy.touch(_handles(round_number % 8, (round_number + 3) % 8))
         assert len(policy) == 8
@@ -127,10 +190,11 @@ class EvictionConformance:
 
     def _one_step(self, random: np.random.Generator, policy: EvictionPolicy, there: set[int]) -> None:
         batch = random.choice(40, size=int(random.integers(1, 12)), replace=False)
+        policy.note_request(keys_of(batch[: int(random.integers(0, 12))]))
         match int(random.integers(0, 4)):
             case 0:
                 fresh = batch[[number not in there for number in batch.tolist()]]
-                policy.admit(fresh)
+                admit(policy, fresh)
                 there.update(fresh.tolist())
             case 1:
                 policy.touch(batch[[number in there for number in batch.tolist()]])

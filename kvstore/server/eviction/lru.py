@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+F64 = NDArray[np.float64]
 
 
 class _Entry(NamedTuple):
@@ -44,13 +46,17 @@ class LruPolicy:
     def __len__(self) -> int:
         return self._live
 
-    def admit(self, handles: I64) -> None:
+    def note_request(self, keys: U64) -> None:
+        """Recency is all that counts here, and `touch` tells it."""
+
+    def admit(self, handles: I64, keys: U64, values: F64 | float = 1.0) -> None:
+        del keys, values
+        self.touch(handles)
+
+    def touch(self, handles: I64) -> None:
         self._log_as_newest(handles)
         if self._logged > 4 * self._live + 1024:
             self._compact()
-
-    def touch(self, handles: I64) -> None:
-        self.admit(handles)
 
     def remove(self, handles: I64) -> None:
         self._reach(int(handles.max(initial=-1)) + 1)

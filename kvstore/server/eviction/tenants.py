@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from kvstore.server.eviction.base import EvictionPolicy
 
 I64 = NDArray[np.int64]
+U64 = NDArray[np.uint64]
+F64 = NDArray[np.float64]
 
 COMMON: Final = 0  # the group of all tenants without a quota
 NOBODY: Final = -1
@@ -42,11 +44,18 @@ class Tenants:
     Args:
         make_policy: a new, empty eviction policy.
         owners: the tenant of each block, by handle.
+        keys_and_values: of blocks, by handle: what `EvictionPolicy.admit` wants to know of them.
     """
 
-    def __init__(self, make_policy: Callable[[], EvictionPolicy], owners: Callable[[I64], I64]) -> None:
+    def __init__(
+        self,
+        make_policy: Callable[[], EvictionPolicy],
+        owners: Callable[[I64], I64],
+        keys_and_values: Callable[[I64], tuple[U64, F64 | float]],
+    ) -> None:
         self._make_policy = make_policy
         self._owners = owners
+        self._keys_and_values = keys_and_values
         self.names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._quotas: list[Quota] = []
@@ -172,10 +181,15 @@ class Tenants:
 
     # --- the eviction order, of blocks of any tenants ----------------------------------------------------------------
 
+    def note_request(self, keys: U64) -> None:
+        """Somebody asked for this chain. Whose it is nobody says, so every policy hears of it."""
+        for policy in self._policies.values():
+            policy.note_request(keys)
+
     def admit(self, handles: I64) -> None:
         """These blocks were committed just now."""
         for policy, mine in self._split(handles):
-            policy.admit(mine)
+            policy.admit(mine, *self._keys_and_values(mine))
 
     def touch(self, handles: I64) -> None:
         """These blocks were used just now."""
@@ -191,7 +205,7 @@ class Tenants:
 
     def _split(self, handles: I64) -> list[tuple[EvictionPolicy, I64]]:
         if len(self._policies) == 1:
-            return [(self._policies[COMMON], handles)]
+            return [(self._policies[COMMON], handles)] if len(handles) else []
         groups = self.groups_of(handles)
         return [(self._policies[group], handles[groups == group]) for group in np.unique(groups).tolist()]
 
@@ -211,4 +225,5 @@ class Tenants:
             del self._policies[group], self._members[group]
             group = COMMON
         self._group[number] = group
-        self._policies[group].admit(evictable)
+        if len(evictable):
+            self._policies[group].admit(evictable, *self._keys_and_values(evictable))

@@ -26,6 +26,7 @@ class NamespaceInfo:
     layer_bytes: int
     label: str  # model and revision, for people
     tenant: str = DEFAULT_TENANT  # whose quota its blocks count on
+    value: float = 1.0  # of one of its bytes: what computing it again costs, relative to other namespaces
 
     @property
     def block_bytes(self) -> int:

@@ -15,7 +15,7 @@ A slot is given away only when nobody can touch it any more:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -124,7 +124,7 @@ class Shard:
         self.blocks = BlockTable((pool_bytes + disk_bytes) // POOL_UNIT_BYTES)
         self.tiering: Tiering | None = None
         self.counters = Counters()
-        self.tenants = Tenants(make_policy, self._owners)
+        self.tenants = Tenants(make_policy, self._owners, self._keys_and_values)
         self._watermark_bytes = watermark_bytes
         self._disk_quotas: dict[str, Quota] = {}
         self._new_segment = new_segment
@@ -132,6 +132,7 @@ class Shard:
         self._namespaces: list[NamespaceInfo] = []
         self._namespace_ids: dict[bytes, int] = {}
         self._tenant_of: I64 = np.zeros(0, dtype=np.int64)  # by namespace
+        self._value_of: NDArray[np.float64] = np.zeros(0)  # by namespace
         self._sessions = 0
         self._generation = 1
         self._leases: dict[int, _Lease] = {}
@@ -193,6 +194,7 @@ class Shard:
         self._namespaces.append(info)
         self._namespace_ids[info.digest] = len(self._namespaces) - 1
         self._tenant_of = np.append(self._tenant_of, self.tenants.number(info.tenant))
+        self._value_of = np.append(self._value_of, info.value)
         return len(self._namespaces) - 1
 
     def namespace(self, number: int) -> NamespaceInfo:
@@ -285,6 +287,11 @@ class Shard:
         if self.tiering is not None:
             self.tiering.promote(found.handles[committed])
         return committed.astype(np.uint8)
+
+    def note_chains(self, chains: Iterable[NDArray[np.uint64]]) -> None:
+        """Readers tell what they asked for, hits and misses: low words of keys, one array for each request."""
+        for chain in chains:
+            self.tenants.note_request(chain)
 
     def promote(self, request: KeyRequest, now_s: float, done: Callable[[], None]) -> None:
         """Bring blocks from the SSD into the pool; `done` is called when they are there or can't be, or after
@@ -789,6 +796,10 @@ class Shard:
     def _owners(self, handles: I64) -> I64:
         """The tenant of each block. Shape (n,)."""
         return self._tenant_of[self.blocks.namespace[handles]]
+
+    def _keys_and_values(self, handles: I64) -> tuple[NDArray[np.uint64], NDArray[np.float64]]:
+        """Low words of the keys of blocks in the index, and what one of their bytes is worth. Shapes (n,)."""
+        return self.keys_of(handles)["lo"], self._value_of[self.blocks.namespace[handles]]
 
     def _free(self, offsets: I64, tenant: int) -> None:
         """Give back slots that a tenant has not used yet."""

@@ -65,7 +65,9 @@ class Books:
     def __post_init__(self) -> None:
         untouched = np.zeros(self.slabs.allocator.pool_bytes // 4096, np.uint32)  # nobody reads the SSD unseen
         self.tenants = Tenants(
-            lambda: LruPolicy(untouched), lambda handles: self.tenant_of[self.directory.namespace[handles]]
+            lambda: LruPolicy(untouched),
+            lambda handles: self.tenant_of[self.directory.namespace[handles]],
+            lambda handles: (self.directory.keys(handles)["lo"], 1.0),
         )
         for row in self.namespaces.values():
             self.know(row)

@@ -111,7 +111,7 @@ class Rescan:
         for handles in reversed(self._scanned):
             tenants.admit(handles[directory.life[handles] == Life.DURABLE])
         for policy, handles in zip(policies, stored_meanwhile, strict=True):
-            policy.admit(handles[::-1])  # they came with the first to go in front
+            policy.touch(handles[::-1])  # they came with the first to go in front
         self._scanned.clear()
         for what in self._books.barriers.forget_other_boots():
             self._commits.next.barriers[what] = None
