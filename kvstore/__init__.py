@@ -11,6 +11,7 @@ The names below are the public interface; everything else may change.
 from kvstore.client.aio import AsyncClient, AsyncView, connect_async
 from kvstore.client.client import Client, View, connect
 from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
+from kvstore.client.streams import LayerStream, PublishStream
 from kvstore.core.errors import (
     BlockTooLarge,
     ConfigError,
@@ -21,6 +22,7 @@ from kvstore.core.errors import (
     LeaseExpired,
     NamespaceMismatch,
     ProtocolError,
+    StreamClosed,
     Unavailable,
     UnregisteredBuffer,
     UsageError,
@@ -47,6 +49,7 @@ __all__ = [
     "IndexFull",
     "KeyScheme",
     "KvStoreError",
+    "LayerStream",
     "LayoutMismatch",
     "LeaseExpired",
     "Lookup",
@@ -54,9 +57,11 @@ __all__ = [
     "NamespaceMismatch",
     "OpaqueLayout",
     "ProtocolError",
+    "PublishStream",
     "PutResult",
     "PutStatus",
     "RegisteredBuffer",
+    "StreamClosed",
     "Unavailable",
     "UnregisteredBuffer",
     "UsageError",

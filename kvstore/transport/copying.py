@@ -82,7 +82,7 @@ def _copy_small(target: Bytes, target_offsets: I64, source: Bytes, source_offset
 
 
 def _windows(memory: Bytes, offsets: I64, size_bytes: int) -> tuple[NDArray[np.void], I64]:
-    """Items of that many bytes that overlap, one at each multiple of the offsets' common divisor; the offsets' items."""
+    """Items of that many bytes that overlap, one at each multiple of the offsets' common divisor; which are meant."""
     unit = max(1, int(np.gcd.reduce(offsets)))
     count = (len(memory) - size_bytes) // unit + 1
     return np.ndarray((count,), dtype=f"V{size_bytes}", buffer=memory.data, strides=(unit,)), offsets // unit

@@ -26,11 +26,12 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.memory import map_segment, prefault
+from kvstore.transport.shm_layers import SharedLayerSink, SharedLayerSource
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (

@@ -106,7 +106,8 @@ class SharedLayerSource:
                 return
             self._renew_at_s = now_s + self._ttl_s / 3
             with contextlib.suppress(Unavailable):
-                if all([self._session.renew(lease, self._ttl_s, Deadline(self._timeout_s)) for lease in self._leases]):
+                renewed = [self._session.renew(lease, self._ttl_s, Deadline(self._timeout_s)) for lease in self._leases]
+                if all(renewed):
                     self._valid_until_s = now_s + self._ttl_s
 
     def close(self, *, abandon: bool = False) -> None:
