@@ -1,8 +1,8 @@
 """CUDA devices, through the driver's own interface: package `cuda-bindings` (the extra `cuda`), imported on first use.
 
 The driver, not the runtime: with `cuCtxPushCurrent` and `cuCtxPopCurrent` a call leaves the caller's thread as it was.
-`cudaSetDevice` would have to be undone by another `cudaSetDevice`, which makes a context, a few hundred MiB, on a device
-that nobody has asked for.
+`cudaSetDevice` would have to be undone by another `cudaSetDevice`, which makes a context, a few hundred MiB, on a
+device that nobody has asked for.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class _AccessOrder(Enum):
 
 
 class _Attributes:
-    srcAccessOrder: Any = None  # noqa: N815 - the package's name
+    srcAccessOrder: Any = None
 
 
 class FakeDriver:
