@@ -46,6 +46,15 @@ _DISK_HELP = {
 }
 
 
+_GPU_HELP = {
+    "promoted_blocks": "blocks copied into the device segment",
+    "promoted_bytes": "payload bytes copied into the device segment",
+    "evicted_blocks": "blocks that left the device segment for others",
+    "dropped_blocks": "blocks that left the device segment because they left the pool",
+    "failures": "times the device failed and its segment was given up",
+}
+
+
 class _ShardMetrics:
     """Collects from the answers of one moment."""
 
@@ -66,6 +75,15 @@ class _ShardMetrics:
             for shard in self._shards:
                 counter.add_metric([str(shard["shard"])], shard.get("disk", {}).get("counters", {}).get(name, 0))
             yield counter
+        for name, text in _GPU_HELP.items():
+            counter = CounterMetricFamily(f"kvstore_gpu_{name}", text, labels=["shard"])
+            for shard in self._shards:
+                counter.add_metric([str(shard["shard"])], shard.get("gpu", {}).get("counters", {}).get(name, 0))
+            yield counter
+        resident = GaugeMetricFamily("kvstore_gpu_blocks", "blocks in the device segment", labels=["shard"])
+        for shard in self._shards:
+            resident.add_metric([str(shard["shard"])], shard.get("gpu", {}).get("resident_blocks", 0))
+        yield resident
         pool = GaugeMetricFamily("kvstore_pool_bytes", "bytes of the DRAM pool by use", labels=["shard", "use"])
         warm = GaugeMetricFamily("kvstore_warm_bytes", "bytes of the pool present in memory", labels=["shard"])
         for shard in self._shards:

@@ -25,6 +25,7 @@ import numpy as np
 from kvstore.core.errors import ConfigError, KvStoreError, Unavailable
 from kvstore.core.keys import BlockKeys, KeyScheme
 from kvstore.core.states import BlockState
+from kvstore.device.opening import require_device
 from kvstore.server.children import Child
 from kvstore.server.config import ServerConfig
 from kvstore.server.control import ControlService, serve_control
@@ -150,6 +151,8 @@ class ShardHandle:
             disk_dir=str(self._config.data_dir / f"shard-{self.number}"),
             disk_bytes=self._config.disk_bytes_per_shard,
             admission=self._config.admission,
+            gpu=self._config.gpu,
+            gpu_bytes=self._config.gpu_bytes_per_shard,
         )
         return Child(f"shard {self.number}", "kvstore.server.shard.process", asdict(described))
 
@@ -282,6 +285,8 @@ class Node:
 
     def _start(self) -> None:
         config = self._config
+        if config.gpu:
+            require_device(config.gpu)
         self._data_dir = DataDir(config.data_dir)
         self._cleanups.append(self._data_dir.close)
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed

@@ -27,7 +27,7 @@ from tests.client.sdk import content, fresh_keys, one_line, space
 SPACE = space(layer_bytes=96)
 SIZE = SPACE.block_bytes
 TOKENS = np.arange(4 * 16)
-SPAN = {"prompt": st.integers(0, 1), "first": st.integers(0, 5), "count": st.integers(1, 4)}
+PROMPT, FIRST, COUNT = st.integers(0, 1), st.integers(0, 5), st.integers(1, 4)
 PROMPTS = [kvstore.chain_keys(SPACE, TOKENS + 1000 * number) for number in range(3)]
 ALL_KEYS = kvstore.BlockKeys.concat(*PROMPTS)
 
@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.committed: set[bytes] = set()
         self.forgotten: set[bytes] = set()
 
-    @rule(target=holding, **SPAN)
+    @rule(target=holding, prompt=PROMPT, first=FIRST, count=COUNT)
     def get(self, prompt: int, first: int, count: int) -> tuple[kvstore.BlockKeys, Held]:
         keys = PROMPTS[prompt][first : first + count]
         before = self.known()
@@ -130,7 +130,7 @@ class PoolMachine(RuleBasedStateMachine):
         held[1].release()
         held[1].release()
 
-    @rule(target=writings, **SPAN)
+    @rule(target=writings, prompt=PROMPT, first=FIRST, count=COUNT)
     def begin(self, prompt: int, first: int, count: int) -> tuple[kvstore.BlockKeys, Writing]:
         keys = PROMPTS[prompt][first : first + count]
         writing = self.pool.write(keys)
@@ -139,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
         array(self.pool)[writing.slots[rows]] = content(keys, SPACE)[rows]
         return keys, writing
 
-    @rule(**SPAN)
+    @rule(prompt=PROMPT, first=FIRST, count=COUNT)
     def write(self, prompt: int, first: int, count: int) -> None:
         keys = PROMPTS[prompt][first : first + count]
         slots = write(self.pool, keys)
@@ -156,7 +156,7 @@ class PoolMachine(RuleBasedStateMachine):
         writing[1].abort()
         writing[1].commit()  # too late, and changes nothing
 
-    @rule(prompt=st.integers(0, 1))
+    @rule(prompt=PROMPT)
     def forget(self, prompt: int) -> None:
         self.pool.forget(PROMPTS[prompt])
         self.forgotten |= set(names(PROMPTS[prompt]))

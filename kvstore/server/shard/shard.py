@@ -30,6 +30,7 @@ from kvstore.index.layout import POOL_UNIT_BYTES
 from kvstore.server.allocator import SlotAllocator
 from kvstore.server.eviction.base import EvictionPolicy
 from kvstore.server.shard.blocks import BlockTable, Life
+from kvstore.server.shard.device_tier import DeviceTier
 from kvstore.server.shard.tiering import Admission, Disk, Tiering
 from kvstore.transport.trailer import slot_payload_bytes
 from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
@@ -138,6 +139,7 @@ class Shard:
         self.allocator = SlotAllocator(pool_bytes, chunk_bytes)
         self.blocks = BlockTable((pool_bytes + disk_bytes) // POOL_UNIT_BYTES)
         self.tiering: Tiering | None = None
+        self.device_tier: DeviceTier | None = None
         self.counters = Counters()
         self.policy = policy
         self._new_segment = new_segment
@@ -399,6 +401,8 @@ class Shard:
         self.policy.admit(done)
         if self.tiering is not None:
             self.tiering.committed(done)
+        if self.device_tier is not None:
+            self.device_tier.committed(done)
         self.counters.committed_blocks += len(done)
         self.counters.committed_bytes += int(self.blocks.size[done].sum())
         self._end_quarantine(session, refs)
@@ -522,6 +526,8 @@ class Shard:
         blocks.holds[handles] = 0
         self._index.relocate(handles, generations, offsets, Tier.DRAM)
         self.policy.admit(handles)
+        if self.device_tier is not None:
+            self.device_tier.committed(handles)
 
     def forget(self, handles: I64) -> None:
         """These blocks are nowhere any more."""
@@ -688,6 +694,8 @@ class Shard:
             self.policy.touch(used)
             if self.tiering is not None:
                 self.tiering.used_again(used)
+            if self.device_tier is not None:
+                self.device_tier.used(used)
 
     def _retire(self, handles: I64) -> None:
         """Take blocks out of the index, and their slots back as soon as nobody can touch them."""
@@ -695,6 +703,8 @@ class Shard:
             return
         blocks = self.blocks
         self._index.remove(handles)
+        if self.device_tier is not None:
+            self.device_tier.left(handles)
         blocks.pins[handles] = 0
         blocks.durable[handles] = False
         life = blocks.life[handles]
@@ -796,6 +806,8 @@ class Shard:
             generations = self.next_generations(len(demoted))
             self._index.relocate(demoted, generations, np.zeros(len(demoted), dtype=np.int64), Tier.DISK)
             blocks.generation[demoted] = generations
+            if self.device_tier is not None:
+                self.device_tier.left(demoted)
             blocks.life[demoted] = Life.ON_DISK
             self.allocator.free(blocks.offset[demoted])
             handles = handles[~durable]
