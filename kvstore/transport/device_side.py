@@ -200,6 +200,9 @@ class DeviceSide:
                 self._segment.close()
         except DeviceError:  # the device is closed, or broken
             _kept.append(self)
+            return
+        # Not when the link goes: something else may refer to that for a while.
+        self._segment, self._pool = None, Memory(0, 0, on_device=False)
 
 
 _kept: list[DeviceSide] = []

@@ -40,6 +40,7 @@ BOARD_SCAN_S = 0.25
 AT_ONCE_BYTES_MAX = 256 << 20  # under way to the segment
 WAITING_MAX = 65536  # hot blocks that had no room so far; the longest waiting ones are forgotten
 COPY_TIMEOUT_S = 30.0  # a device that takes longer is given up
+EVICTED_SHARE = 8  # between two looks one block in eight may go down: more hot blocks than room must not be a treadmill
 _USES_MAX = 255
 
 
@@ -110,6 +111,7 @@ class DeviceTier:
         self._climbs: list[_Climb] = []
         self._climbing_bytes = 0
         self._next_scan_s = 0.0
+        self._evictions_left = 0
         self.counters = DeviceCounters()
         self.up = True
 
@@ -143,6 +145,7 @@ class DeviceTier:
             self._settle(now_s)
             if now_s >= self._next_scan_s:
                 self._next_scan_s = now_s + BOARD_SCAN_S
+                self._evictions_left = max(self.resident // EVICTED_SHARE, 1)
                 self._scan()
             self._send_up(now_s)
         except DeviceError as error:
@@ -248,11 +251,11 @@ class DeviceTier:
         return climb
 
     def _make_room(self, slot_bytes: int, count: int) -> I64:
-        """Up to `count` places, for which the least recently used go down."""
+        """Up to `count` places, for which the least recently used go down, as many as may for now."""
         allocator = self._allocator
         offsets = allocator.allocate(slot_bytes, count)
-        while len(offsets) < count:
-            victims = self._policy.candidates(count - len(offsets))
+        while len(offsets) < count and self._evictions_left > 0:
+            victims = self._policy.candidates(min(count - len(offsets), self._evictions_left))
             if not len(victims):
                 break
             self._policy.restore(victims)  # `_take_down` takes them out of the order, like any others
@@ -260,6 +263,7 @@ class DeviceTier:
             if len(other):
                 # A chunk serves another size only when it is empty.
                 victims = np.union1d(victims, self._chunk_mates(int(other[0])))
+            self._evictions_left -= len(victims)
             self.counters.evicted_blocks += len(victims)
             self._take_down(victims)
             offsets = np.concatenate([offsets, allocator.allocate(slot_bytes, count - len(offsets))])
