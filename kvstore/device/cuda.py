@@ -179,12 +179,15 @@ class CudaDevice:
         return CudaArray(memory, shape)
 
     def close(self) -> None:
+        if self._pid != os.getpid():
+            return
         with self._lock:
             if not self._open:
                 return
+            with self._current():
+                self._ask("cuStreamDestroy", self._side_stream)  # the driver does so once its work has ended
             self._open = False
-        # The context is the process's, with all that still lies in it: it goes with the process, not with us.
-        self._ask("cuDevicePrimaryCtxRelease", self._number)
+        self._ask("cuDevicePrimaryCtxRelease", self._number)  # the engine in this process may go on using it
 
     def has_ended(self, number: int) -> bool:
         """For tickets: whether that batch has ended.

@@ -128,6 +128,9 @@ class FakeDriver:
     def cuStreamCreate(self, Flags: int) -> Any:
         return self._in_context("cuStreamCreate", _Number(5))
 
+    def cuStreamDestroy(self, hStream: _Number) -> Any:
+        return self._in_context("cuStreamDestroy")
+
     def cuMemAlloc(self, bytesize: int) -> Any:
         if bytesize > 1 << 40:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, None

@@ -1,11 +1,14 @@
 """Whether there is a GPU for the tests that need one, and why not."""
 
+import os
+
 import pytest
 
 from kvstore.core.errors import ConfigError
 from kvstore.device.opening import require_device
 
-CUDA = "cuda:0"
+_ASKED = os.environ.get("KVSTORE_TEST_GPU", "")  # `bench/gpu_check --device` sets it
+CUDA = _ASKED if _ASKED.startswith("cuda:") else "cuda:0"
 
 
 def _missing() -> str:
