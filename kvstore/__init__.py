@@ -10,6 +10,7 @@ The names below are the public interface; everything else may change.
 
 from kvstore.client.aio import AsyncClient, AsyncView, connect_async
 from kvstore.client.client import Client, View, connect
+from kvstore.client.device_pool import DevicePool
 from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
 from kvstore.core.errors import (
     BlockTooLarge,
@@ -44,6 +45,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "DeviceError",
+    "DevicePool",
     "Fetched",
     "GetResult",
     "IndexFull",
