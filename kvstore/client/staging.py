@@ -126,4 +126,4 @@ class Staging:
             raise
 
 
-_kept: list[NDArray[np.uint8]] = []
+_kept: list[NDArray[np.uint8]] = []  # for as long as the process lives: a device may still use it

@@ -205,4 +205,4 @@ class DeviceSide:
         self._segment, self._pool = None, Memory(0, 0, on_device=False)
 
 
-_kept: list[DeviceSide] = []
+_kept: list[DeviceSide] = []  # for as long as the process lives: a device may still use their memory

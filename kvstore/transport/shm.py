@@ -380,12 +380,12 @@ class SharedMemoryLink:
             return there, there, cold
         offsets = probe.offsets[there]
         if ORDERED_LOADS:
-            whole = self._copy_out(into, rows[there], probe.take(there), layers, deadline)
-            standing = whole & index.unchanged(probe, there)
+            whole = self._copy_out(into, rows[there], probe, there, layers, deadline)
+            standing = index.unchanged(probe, there) & whole
         else:
             held = self._hold(len(rows), there, probe.take(there), RESERVATION_TTL_S, deadline)
-            whole = self._copy_out(into, rows[there], probe.take(there), layers, deadline)
-            standing = whole & held.held[there] & held.valid()
+            whole = self._copy_out(into, rows[there], probe, there, layers, deadline)
+            standing = held.held[there] & held.valid() & whole
             held.release()
         self._shared.note_use(probe.handles[there])
         good = there[standing]
@@ -445,26 +445,27 @@ class SharedMemoryLink:
         self,
         into: Blocks | DeviceBlocks,
         rows: NDArray[np.int64],
-        found: Probe,
+        probe: Probe,
+        there: NDArray[np.int64],
         layers: tuple[int, int],
         deadline: Deadline,
-    ) -> Mask:
+    ) -> Mask | bool:
         """Copy blocks that the index has; which copies are whole, if the entries still stand."""
         layer_bytes = self._opened().layer_bytes
         start, size = layers[0] * layer_bytes, (layers[1] - layers[0]) * layer_bytes
         if isinstance(into, DeviceBlocks):
             assert self._device_side is not None, "see `reaches_device`"
-            whole, near = self._device_side.copy_out(into, rows, found, start, size, deadline.left_s())
+            whole, near = self._device_side.copy_out(into, rows, probe.take(there), start, size, deadline.left_s())
             self.meter.add(segment_blocks=near)
             return whole
-        pool, offsets = self._shared.pool_read_only, found.offsets + start
+        pool, offsets = self._shared.pool_read_only, probe.offsets[there] + start
         if isinstance(into, Region):
             copy_blocks(into.memory, into.offsets[rows], pool, offsets, size)
-        else:
-            wanted: list[int] = rows.tolist()
-            for row, offset in zip(wanted, offsets.tolist(), strict=True):
-                np.copyto(into.memories[row][:size], pool[offset : offset + size])
-        return np.ones(len(rows), dtype=np.bool_)
+            return True
+        wanted: list[int] = rows.tolist()
+        for row, offset in zip(wanted, offsets.tolist(), strict=True):
+            np.copyto(into.memories[row][:size], pool[offset : offset + size])
+        return True
 
     def _verified(
         self,

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.client.device_pool import MISS, DevicePool, Held, Writing
-from kvstore.device.base import Copies, Memory, host_memory
+from kvstore.device.base import LEGACY_STREAM, Copies, Memory, host_memory
 from kvstore.device.host import HostDevice
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
 from kvstore.transport.device_blocks import DeviceBlocks
 from tests.client.sdk import content, fresh_keys, one_line, space
+from tests.device.gpus import CUDA, needs_gpu
 
 SPACE = space(layer_bytes=96)
 SIZE = SPACE.block_bytes
@@ -416,32 +417,70 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
+@pytest.fixture(params=["host", pytest.param(CUDA, marks=[pytest.mark.gpu, needs_gpu])])
+def name(request: pytest.FixtureRequest) -> str:
+    """The worker's device."""
+    return request.param
+
+
 @pytest.fixture(params=["shm", "tcp"])
-def client(server: ServerProcess, request: pytest.FixtureRequest) -> Iterator[kvstore.Client]:
-    options: dict[str, Any] = {"transport": request.param, "device": "host", "timeout_s": 10.0}
+def client(server: ServerProcess, name: str, request: pytest.FixtureRequest) -> Iterator[kvstore.Client]:
+    options: dict[str, Any] = {"transport": request.param, "device": name, "timeout_s": 10.0}
     with kvstore.connect(server.address, namespace=SPACE, **options) as client:
         yield client
+
+
+def write_there(pool: DevicePool, client: kvstore.Client, keys: kvstore.BlockKeys) -> None:
+    """As `write`, by copies: the processor reaches no GPU's memory."""
+    with pool.write(keys) as writing:
+        move(pool, client, writing.slots, content(keys, SPACE), to_pool=True)
+        writing.commit()
+
+
+def check_there(pool: DevicePool, client: kvstore.Client, keys: kvstore.BlockKeys, held: Held) -> None:
+    got = np.zeros((len(keys), SIZE), dtype=np.uint8)
+    move(pool, client, held.slots, got, to_pool=False)
+    assert np.array_equal(got[held.ok], content(keys, SPACE)[held.ok])
+
+
+def move(
+    pool: DevicePool, client: kvstore.Client, slots: NDArray[np.int64], rows: NDArray[np.uint8], *, to_pool: bool
+) -> None:
+    """Between slots and rows; misses are left out."""
+    assert client.device is not None
+    there = np.flatnonzero(slots != MISS)
+    memory, host = memory_of(pool.blocks), host_memory(rows.reshape(-1))
+    if to_pool:
+        client.device.copy(memory, host, Copies.of_blocks(slots[there] * SIZE, there * SIZE, SIZE)).wait(10)
+    else:
+        client.device.copy(host, memory, Copies.of_blocks(there * SIZE, slots[there] * SIZE, SIZE)).wait(10)
+
+
+def memory_of(blocks: Any) -> Memory:
+    """The pool's memory, as any engine finds it: by the address that the tensor names."""
+    shown = getattr(blocks, "__cuda_array_interface__", None) or blocks.__array_interface__
+    return Memory(shown["data"][0], shown["shape"][0] * shown["shape"][1], on_device=True, keep=blocks)
 
 
 def test_one_worker_s_demoted_blocks_are_another_s_hits(client: kvstore.Client) -> None:
     keys = fresh_keys(client, 12)
     with DevicePool(client, 8 * SIZE) as first:
-        write(first, keys[:8])
-        write(first, keys[8:])
+        write_there(first, client, keys[:8])
+        write_there(first, client, keys[8:])
     with DevicePool(client, 16 * SIZE) as second, second.get(keys) as held:
         assert held.ok.all()
-        check(second, keys, held)
+        check_there(second, client, keys, held)
 
 
 def test_a_block_that_was_deleted_in_the_store_is_still_right_on_the_device(client: kvstore.Client) -> None:
     keys = fresh_keys(client, 4)
     with DevicePool(client, 8 * SIZE) as pool:
-        write(pool, keys)
+        write_there(pool, client, keys)
         pool.flush()
         assert client.delete(keys) == 4
         with pool.get(keys) as held:
             assert held.ok.all()
-            check(pool, keys, held)
+            check_there(pool, client, keys, held)
         assert pool.forget(keys) == 4
         assert not pool.get(keys).ok.any()
 
@@ -460,10 +499,20 @@ def test_with_the_store_gone_what_is_on_the_device_is_served_and_the_rest_is_a_m
             check(pool, keys, held)
 
 
-def test_torch_sees_the_pool_where_it_is(client: kvstore.Client) -> None:
+def test_torch_sees_the_pool_where_it_is(client: kvstore.Client, name: str) -> None:
     torch = pytest.importorskip("torch")
+    if name != "host" and not torch.cuda.is_available():
+        pytest.skip("this torch is built without CUDA")
     with DevicePool(client, 8 * SIZE) as pool:
-        tensor = torch.from_dlpack(pool.blocks)
-        slots = write(pool, fresh_keys(client, 3))
-        assert tensor.shape == (8, SIZE)
-        assert np.array_equal(tensor[slots.tolist()].numpy(), array(pool)[slots])
+        tensor = torch.from_dlpack(pool.blocks) if name == "host" else torch.as_tensor(pool.blocks, device=name)
+        keys = fresh_keys(client, 3)
+        with pool.write(keys) as writing:
+            tensor[torch.from_numpy(writing.slots).to(tensor.device)] = torch.from_numpy(content(keys, SPACE)).to(
+                tensor.device
+            )
+            writing.commit(stream=LEGACY_STREAM)
+        assert tuple(tensor.shape) == (8, SIZE)
+        assert pool.flush() == 3
+        for block, row in zip(client.get(keys).blocks, content(keys, SPACE), strict=True):
+            assert block is not None
+            assert np.array_equal(block, row)

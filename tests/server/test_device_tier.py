@@ -27,7 +27,7 @@ I64 = NDArray[np.int64]
 class Bench:
     """A shard over real memory with a device segment of a few chunks, and readers' eyes for both."""
 
-    def __init__(self, *, chunks: int = 16, segment_chunks: int = 2) -> None:
+    def __init__(self, *, chunks: int = 64, segment_chunks: int = 2) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.device = HostDevice(begin=self.gate.wait)
@@ -220,7 +220,7 @@ def test_a_block_that_leaves_the_pool_leaves_the_segment(bench: Bench) -> None:
     bench.settle()
     before = bench.board.find(handles, bench.shard.blocks.generation[handles])
     assert before.placements.any()
-    for number in range(100, 200):  # more than the pool holds
+    for number in range(100, 500):  # more than the pool holds
         bench.put(number)
     assert not bench.board.stand(handles, before.placements).any()
     assert states(bench.shard, bench.space, range(4)) == [0, 0, 0, 0]

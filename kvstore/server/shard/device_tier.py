@@ -37,7 +37,8 @@ log = logging.getLogger("kvstore")
 
 USES = 2  # a block that is read once is mostly a prompt's that does not come again
 BOARD_SCAN_S = 0.25
-AT_ONCE_BYTES_MAX = 256 << 20  # under way to the segment
+AT_ONCE_BYTES_MAX = 256 << 20  # under way to the segment, and held in the pool for it
+AT_ONCE_SHARE = 8  # nor more than one part in eight of the pool: a device that hangs must leave room for puts
 WAITING_MAX = 65536  # hot blocks that had no room so far; the longest waiting ones are forgotten
 COPY_TIMEOUT_S = 30.0  # a device that takes longer is given up
 EVICTED_SHARE = 8  # between two looks one block in eight may go down: more hot blocks than room must not be a treadmill
@@ -202,7 +203,7 @@ class DeviceTier:
             & (self._uses[wanted] >= USES)
             & (blocks.size[wanted] <= self._allocator.chunk_bytes)
         ]
-        room = max(AT_ONCE_BYTES_MAX - self._climbing_bytes, 0)
+        room = max(min(AT_ONCE_BYTES_MAX, self._pool.nbytes // AT_ONCE_SHARE) - self._climbing_bytes, 0)
         fits = np.cumsum(blocks.size[wanted].astype(np.int64)) <= room
         if self._climbing_bytes == 0 and len(fits):
             fits[0] = True  # one block alone may be larger than what may be under way
