@@ -177,6 +177,8 @@ def run_tests(device: str) -> Outcome:
     failed = count["failures"] + count["errors"]
     if failed:
         print(done.stdout)
+    for reason in {str(skipped.get("message")) for skipped in suite.iter("skipped")}:
+        print(f"skipped: {reason}")
     return Outcome(count["tests"] - failed - count["skipped"], failed, count["skipped"])
 
 

@@ -23,7 +23,7 @@ from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
 from kvstore.transport.device_blocks import DeviceBlocks
 from tests.client.sdk import content, fresh_keys, one_line, space
-from tests.device.gpus import CUDA, needs_gpu
+from tests.device.gpus import DEVICES, usable
 
 SPACE = space(layer_bytes=96)
 SIZE = SPACE.block_bytes
@@ -417,10 +417,11 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture(params=["host", pytest.param(CUDA, marks=[pytest.mark.gpu, needs_gpu])])
-def name(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=DEVICES)
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """The worker's device."""
-    return request.param
+    with usable(request.param) as name:
+        yield name
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -2,58 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import kvstore
-from kvstore.device.base import Copies, Device, Memory, host_memory
 from kvstore.device.cuda import CudaDevice
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
-from tests.client.sdk import content, fresh_keys, fresh_tokens, one_line, space, stored
+from tests.client.device_targets import SIZE, SPACE, Target, device_of, from_segment, gpu, heat
+from tests.client.sdk import content, fresh_keys, fresh_tokens, stored
 from tests.device.fake_driver import FakeDriver
-from tests.device.gpus import CUDA, needs_gpu
+from tests.device.gpus import DEVICES, usable
 
-SPACE = space(layer_bytes=8192)
-SIZE = SPACE.block_bytes
 Connect = Callable[..., kvstore.Client]
 
 
-class Target:
-    """n blocks of device memory, as an object that engines know."""
-
-    def __init__(self, device: Device, blocks: int, size_bytes: int = SIZE) -> None:
-        self._device = device
-        self._shape = (blocks, size_bytes)
-        self._memory: Memory = device.allocate(blocks * size_bytes)
-        self.tensor: Any = device.array(self._memory, self._shape)
-
-    def bytes(self) -> NDArray[np.uint8]:
-        """A copy of what is there."""
-        array = np.zeros(self._shape, dtype=np.uint8)
-        self._device.copy(host_memory(array.reshape(-1)), self._memory, self._whole()).wait(30)
-        return array
-
-    def fill(self, data: NDArray[np.uint8]) -> None:
-        self._device.copy(self._memory, host_memory(np.ascontiguousarray(data).reshape(-1)), self._whole()).wait(30)
-
-    def _whole(self) -> Copies:
-        zero = np.zeros(1, dtype=np.int64)
-        return Copies(zero, zero, np.array([self._shape[0] * self._shape[1]]))
-
-
-@pytest.fixture(scope="module", params=["host", pytest.param(CUDA, marks=[pytest.mark.gpu, needs_gpu])])
-def name(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=DEVICES)
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
     """The device of server and client."""
-    return request.param
+    with usable(request.param) as name:
+        yield name
 
 
 @pytest.fixture(scope="module")
@@ -74,31 +47,6 @@ def connect(server: ServerProcess, name: str) -> Iterator[Connect]:
     yield new
     for client in clients:
         client.close()
-
-
-def device_of(client: kvstore.Client) -> Device:
-    assert client.device is not None
-    return client.device
-
-
-def from_segment(client: kvstore.Client) -> int:
-    return client.stats()["links"][0].get("segment_blocks", 0)
-
-
-def heat(client: kvstore.Client, keys: kvstore.BlockKeys) -> None:
-    """Read these blocks until all of them come from the segment."""
-    target = Target(device_of(client), len(keys))
-
-    def all_near() -> bool:
-        before = from_segment(client)
-        assert client.get_into(keys, target.tensor).ok.all()
-        return from_segment(client) - before == len(keys)
-
-    until(all_near, timeout_s=30, what="the blocks in the segment")
-
-
-def gpu(server: ServerProcess) -> dict[str, Any]:
-    return server.status()["shards"][0]["gpu"]
 
 
 def test_blocks_come_from_the_pool_and_once_they_are_hot_from_the_segment(connect: Connect) -> None:
@@ -195,6 +143,27 @@ def test_deleted_blocks_are_misses_at_once_whether_they_were_hot_or_not(connect:
     assert np.array_equal(target.bytes()[4:], data[4:])
 
 
+def test_hot_blocks_that_went_to_the_ssd_come_back_right_and_get_hot_again(name: str) -> None:
+    with (
+        ServerProcess(dram="16MiB", disk="128MiB", admission="always", gpu=name, gpu_bytes="8MiB") as server,
+        kvstore.connect(server.address, namespace=SPACE, device=name, timeout_s=10.0) as client,
+    ):
+        keys = client.keys(fresh_tokens(2600))  # 41 MiB
+        data = content(keys, SPACE)
+        client.put(keys[:32], data[:32])
+        heat(client, keys[:32])
+        for first in range(32, 2600, 64):
+            client.put(keys[first : first + 64], data[first : first + 64])
+            until(lambda: server.status()["shards"][0]["disk"]["queued_bytes"] == 0, what="write-behind")
+        assert gpu(server)["counters"]["dropped_blocks"] >= 32
+        target = Target(device_of(client), 32)
+        assert client.get_into(keys[:32], target.tensor).ok.all()
+        assert np.array_equal(target.bytes(), data[:32])
+        heat(client, keys[:32])
+        assert client.get_into(keys[:32], target.tensor).ok.all()
+        assert np.array_equal(target.bytes(), data[:32])
+
+
 def test_a_client_of_another_kind_of_device_is_served_from_the_pool(server: ServerProcess, name: str) -> None:
     device = CudaDevice(0, FakeDriver()) if name == "host" else None
     with kvstore.connect(server.address, namespace=SPACE, device=device or "host") as client:
@@ -213,180 +182,6 @@ def test_a_server_without_a_gpu_tier_serves_devices_from_its_pool(name: str) -> 
         assert client.get_into(keys, target.tensor).ok.all()
         assert np.array_equal(target.bytes(), data)
         assert "gpu" not in plain.status()["shards"][0]
-
-
-# --- what may be handed in --------------------------------------------------------------------------------------------
-
-
-class Tensor:
-    """What a torch tensor on a CUDA device says of itself, over memory of the stand-in."""
-
-    class Place:
-        type = "cuda"
-
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __str__(self) -> str:
-            return f"cuda:{self.index}"
-
-    def __init__(self, memory: Memory, *, index: int = 0, dtype: str = "uint8", contiguous: bool = True) -> None:
-        self._memory, self.dtype, self._contiguous = memory, f"torch.{dtype}", contiguous
-        self.device, self.shape = Tensor.Place(index), (memory.nbytes,)
-
-    def data_ptr(self) -> int:
-        return self._memory.address
-
-    def numel(self) -> int:
-        return self._memory.nbytes
-
-    def element_size(self) -> int:
-        return 1
-
-    def is_contiguous(self) -> bool:
-        return self._contiguous
-
-    def stride(self) -> tuple[int, ...]:
-        return (1,)
-
-
-@pytest.fixture
-def driver() -> FakeDriver:
-    return FakeDriver()
-
-
-@pytest.fixture
-def cuda(server: ServerProcess, name: str, driver: FakeDriver) -> Iterator[kvstore.Client]:
-    """A client of the stand-in."""
-    if name != "host":
-        pytest.skip("the stand-in is for machines without a GPU")
-    with kvstore.connect(server.address, namespace=SPACE, device=CudaDevice(0, driver)) as client:
-        yield client
-
-
-def test_a_torch_tensor_is_filled_after_what_is_on_its_stream(cuda: kvstore.Client, driver: FakeDriver) -> None:
-    keys, data = stored(cuda, 4)
-    memory = device_of(cuda).allocate(4 * SIZE)
-    assert cuda.get_into(keys, Tensor(memory)).ok.all()
-    assert np.array_equal(driver.allocated[memory.address].reshape(4, SIZE), data)
-    assert "cuStreamWaitEvent" in driver.calls
-
-
-def test_the_pool_is_registered_and_scattered_blocks_are_one_call(cuda: kvstore.Client, driver: FakeDriver) -> None:
-    keys, data = stored(cuda, 8)
-    until(lambda: driver.registered, timeout_s=30, what="the pool's registration")
-    order = np.random.default_rng(1).permutation(8)
-    memory = device_of(cuda).allocate(8 * SIZE)
-    driver.calls.clear()
-    assert cuda.get_into(keys, Tensor(memory), offsets=order * SIZE).ok.all()
-    assert driver.calls.count("cuMemcpyBatchAsync") == 1
-    assert np.array_equal(driver.allocated[memory.address].reshape(8, SIZE)[order], data)
-
-
-def test_closing_the_client_takes_the_registration_back(server: ServerProcess, name: str, driver: FakeDriver) -> None:
-    if name != "host":
-        pytest.skip("the stand-in is for machines without a GPU")
-    with kvstore.connect(server.address, namespace=SPACE, device=CudaDevice(0, driver)) as client:
-        keys = stored(client, 2)[0]
-        client.put(keys, Tensor(device_of(client).allocate(2 * SIZE)))
-        until(lambda: len(driver.registered) == 2, timeout_s=30, what="pool and staging memory")
-    assert not driver.registered
-
-
-def test_tensors_that_do_not_fit_are_refused_in_one_line(cuda: kvstore.Client) -> None:
-    keys = fresh_keys(cuda, 2)
-    memory = device_of(cuda).allocate(2 * SIZE)
-    with one_line(kvstore.UsageError, "a tensor on cuda:1", "this client's device is cuda:0"):
-        cuda.get_into(keys, Tensor(memory, index=1))
-    with one_line(kvstore.LayoutMismatch, "not contiguous"):
-        cuda.get_into(keys, Tensor(memory, contiguous=False))
-    with one_line(kvstore.LayoutMismatch, "dtype float16"):
-        cuda.get_into(keys, Tensor(memory, dtype="float16"))
-    with one_line(kvstore.LayoutMismatch, f"{2 * SIZE} bytes for 3 keys"):
-        cuda.get_into(fresh_keys(cuda, 3), Tensor(memory))
-    with one_line(kvstore.UsageError, "reach outside"):
-        cuda.get_into(keys, Tensor(memory), offsets=[0, SIZE + 1])
-    with one_line(kvstore.UsageError, "2 integers are needed"):
-        cuda.get_into(keys, Tensor(memory), offsets=[0])
-
-
-def test_arrays_with_a_cuda_interface_are_looked_at_as_closely(cuda: kvstore.Client, driver: FakeDriver) -> None:
-    keys, data = stored(cuda, 2)
-    memory = device_of(cuda).allocate(2 * SIZE)
-
-    class Strided:
-        def __init__(self, strides: tuple[int, int]) -> None:
-            self.__cuda_array_interface__ = {
-                "shape": (2, SIZE),
-                "typestr": "|u1",
-                "data": (memory.address, False),
-                "version": 3,
-                "strides": strides,
-            }
-
-    assert cuda.get_into(keys, Strided((SIZE, 1))).ok.all()
-    assert np.array_equal(driver.allocated[memory.address].reshape(2, SIZE), data)
-    with one_line(kvstore.LayoutMismatch, "not C-contiguous"):
-        cuda.get_into(keys, Strided((2 * SIZE, 1)))
-
-
-def test_without_a_device_a_tensor_of_one_is_refused_as_before(server: ServerProcess) -> None:
-    with kvstore.connect(server.address, namespace=SPACE) as client:
-        memory = CudaDevice(0, FakeDriver()).allocate(SIZE)
-        with one_line(kvstore.UsageError, "a tensor on cuda:0", "only host memory"):
-            client.get_into(fresh_keys(client, 1), Tensor(memory))
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_device_that_does_not_answer_is_an_error_within_the_timeout(
-    server: ServerProcess, name: str, driver: FakeDriver
-) -> None:
-    """Not a miss: who gets a miss uses the memory for something else, and the copies may still come."""
-    if name != "host":
-        pytest.skip("the stand-in is for machines without a GPU")
-    with kvstore.connect(server.address, namespace=SPACE, timeout_s=0.5, device=CudaDevice(0, driver)) as client:
-        keys, data = stored(client, 2)
-        memory = device_of(client).allocate(2 * SIZE)
-        driver.stuck = True
-        with one_line(kvstore.DeviceError, "cuda:0: copies did not end within"):
-            client.get_into(keys, Tensor(memory))
-        with one_line(kvstore.DeviceError, "cuda:0: copies did not end within"):
-            client.put(fresh_keys(client, 2), Tensor(memory))
-        assert client.get(keys).ok.all()  # the store is well
-        driver.stuck = False
-        assert client.get_into(keys, Tensor(memory)).ok.all()
-        assert np.array_equal(driver.allocated[memory.address].reshape(2, SIZE), data)
-
-
-def test_the_memory_of_dead_shards_is_let_go_of(name: str) -> None:
-    if name != "host":
-        pytest.skip("on the host, mappings can be counted")
-    with ServerProcess(dram="16MiB", gpu="host", gpu_bytes="8MiB") as server:
-        before = segments()
-        with kvstore.connect(server.address, namespace=SPACE, device="host") as client:
-            for _ in range(5):
-                keys, data = stored(client, 2)
-                heat(client, keys)
-                target = Target(device_of(client), 2)
-                assert client.get_into(keys, target.tensor).ok.all()
-                assert np.array_equal(target.bytes(), data)
-                boot = server.status()["shards"][0]["boot_id"]
-                os.kill(server.shard_pid(), 9)
-                until(lambda boot=boot: restarted(server, boot), timeout_s=30, what="the next shard")
-                until(lambda: client.put(fresh_keys(client, 1), np.zeros(SIZE, np.uint8)).stored, timeout_s=30)
-            assert segments() - before <= 1
-        until(lambda: segments() == before, what="the last segment unmapped")
-
-
-def restarted(server: ServerProcess, boot_id: str) -> bool:
-    shards = server.status()["shards"]
-    return bool(shards) and shards[0]["boot_id"] != boot_id
-
-
-def segments() -> int:
-    return Path("/proc/self/maps").read_text().count("/memfd:kvstore-device ")
 
 
 # --- the race ---------------------------------------------------------------------------------------------------------

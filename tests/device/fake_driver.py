@@ -1,5 +1,6 @@
 """The part of `cuda.bindings.driver` that `CudaDevice` uses, over host memory: answers are tuples that begin with a
-status, as there. So every line of it runs without a GPU; what a real driver does with the same calls is another matter.
+status, as there. So every line of it runs without a GPU, between processes too (`stand_in`); what a real driver does
+with the same calls is another matter.
 
 `test_cuda.py` compares the signatures with those of the real package where that is installed.
 """
@@ -7,12 +8,19 @@ status, as there. So every line of it runs without a GPU; what a real driver doe
 # ruff: noqa: N802, N803, N815 - names are the package's
 
 import ctypes
+import os
+import struct
+import threading
 from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.transport.memory import create_segment, map_segment
 
 IPC_HANDLE_BYTES = 64
+_HANDLE = struct.Struct("<qq48x")  # process, descriptor
 
 
 class Status(IntEnum):
@@ -20,6 +28,7 @@ class Status(IntEnum):
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_NOT_SUPPORTED = 801
@@ -92,13 +101,21 @@ class FakeDriver:
         self._fail_index = fail_index
         self._refuse_batches = refuse_batches
         self.calls: list[str] = []
-        self.contexts: list[int] = []  # the calling thread's stack of contexts
         self.registered: dict[int, int] = {}
-        self.allocated: dict[int, Any] = {}
+        self.allocated: dict[int, NDArray[np.uint8]] = {}
+        self._descriptors: dict[int, int] = {}
+        self._opened: dict[int, NDArray[np.uint8]] = {}
+        self._thread = threading.local()
+        self._lock = threading.Lock()
         self.events = 0
         self.broken = False  # a fault that every later call meets, as on a real device
         self.stuck = False  # nothing ends
         self._work: list[tuple[int, int, int]] = []
+
+    @property
+    def contexts(self) -> list[int]:
+        """The calling thread's stack of contexts."""
+        return self._thread.__dict__.setdefault("contexts", [])
 
     def cuInit(self, Flags: int) -> Any:
         return (Status.CUDA_SUCCESS,)
@@ -134,12 +151,14 @@ class FakeDriver:
     def cuMemAlloc(self, bytesize: int) -> Any:
         if bytesize > 1 << 40:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, None
-        memory = np.zeros(bytesize, dtype=np.uint8)
-        self.allocated[memory.ctypes.data] = memory
+        fd = create_segment("stand-in", bytesize)
+        memory = map_segment(fd, writable=True)
+        self.allocated[memory.ctypes.data], self._descriptors[memory.ctypes.data] = memory, fd
         return self._in_context("cuMemAlloc", _Number(memory.ctypes.data))
 
     def cuMemFree(self, dptr: _Number) -> Any:
         del self.allocated[int(dptr)]
+        os.close(self._descriptors.pop(int(dptr)))
         return self._in_context("cuMemFree")
 
     def cuMemHostRegister(self, p: int, bytesize: int, Flags: int) -> Any:
@@ -151,7 +170,8 @@ class FakeDriver:
         return self._in_context("cuMemHostUnregister")
 
     def cuMemcpyAsync(self, dst: _Number, src: _Number, ByteCount: int, hStream: _Number) -> Any:
-        self._work.append((int(dst), int(src), ByteCount))
+        with self._lock:
+            self._work.append((int(dst), int(src), ByteCount))
         return self._in_context("cuMemcpyAsync")
 
     def cuMemcpyBatchAsync(
@@ -170,7 +190,8 @@ class FakeDriver:
         assert attrs[0].srcAccessOrder is not None
         if self._refuse_batches is not None:
             return (self._refuse_batches,)
-        self._work += [(int(to), int(start), size) for to, start, size in zip(dsts, srcs, sizes, strict=True)]
+        with self._lock:
+            self._work += [(int(to), int(start), size) for to, start, size in zip(dsts, srcs, sizes, strict=True)]
         answer = self._in_context("cuMemcpyBatchAsync")
         return (*answer, 0) if self._fail_index else answer
 
@@ -192,14 +213,22 @@ class FakeDriver:
 
     def cuIpcGetMemHandle(self, dptr: _Number) -> Any:
         handle = _IpcHandle()
-        ctypes.memmove(handle.getPtr(), int(dptr).to_bytes(IPC_HANDLE_BYTES, "little"), IPC_HANDLE_BYTES)
+        described = _HANDLE.pack(os.getpid(), self._descriptors[int(dptr)])
+        ctypes.memmove(handle.getPtr(), described, IPC_HANDLE_BYTES)
         return self._in_context("cuIpcGetMemHandle", handle)
 
     def cuIpcOpenMemHandle(self, handle: _IpcHandle, Flags: int) -> Any:
-        address = int.from_bytes(ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES), "little")
-        return self._in_context("cuIpcOpenMemHandle", _Number(address))
+        process, descriptor = _HANDLE.unpack(ctypes.string_at(handle.getPtr(), IPC_HANDLE_BYTES))
+        if process == os.getpid():
+            return Status.CUDA_ERROR_INVALID_CONTEXT, None
+        fd = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        memory = map_segment(fd, writable=True)
+        os.close(fd)
+        self._opened[memory.ctypes.data] = memory
+        return self._in_context("cuIpcOpenMemHandle", _Number(memory.ctypes.data))
 
     def cuIpcCloseMemHandle(self, dptr: _Number) -> Any:
+        del self._opened[int(dptr)]
         return self._in_context("cuIpcCloseMemHandle")
 
     def cuGetErrorString(self, error: Status) -> Any:
@@ -213,7 +242,8 @@ class FakeDriver:
     def _settle(self, call: str) -> Any:
         if self.stuck and not self.broken:
             return (Status.CUDA_ERROR_NOT_READY,)
-        for to, start, size in self._work:
-            ctypes.memmove(to, start, size)
-        self._work.clear()
+        with self._lock:
+            for to, start, size in self._work:
+                ctypes.memmove(to, start, size)
+            self._work.clear()
         return self._in_context(call)

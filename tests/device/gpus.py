@@ -1,6 +1,10 @@
-"""Whether there is a GPU for the tests that need one, and why not."""
+"""Devices for tests: whether there is a GPU for those that need one, and why not; the host; a stand-in for CUDA."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +24,27 @@ def _missing() -> str:
 
 
 needs_gpu = pytest.mark.skipif(bool(_missing()), reason=_missing())
+
+STAND_IN = "stand-in"
+DEVICES = ["host", STAND_IN, pytest.param(CUDA, marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@contextmanager
+def usable(device: str) -> Iterator[str]:
+    """The name to open it by. The stand-in is `cuda:0` here, and in the processes that are started meanwhile."""
+    if device != STAND_IN:
+        yield device
+        return
+    folder = str(Path(__file__).parent / "stand_in")
+    paths = [folder, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        _forget_cuda(patch)
+        patch.setattr(sys, "path", [folder, *sys.path])
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        yield "cuda:0"
+        _forget_cuda(patch)
+
+
+def _forget_cuda(patch: pytest.MonkeyPatch) -> None:
+    for module in [name for name in sys.modules if name == "cuda" or name.startswith("cuda.")]:
+        patch.delitem(sys.modules, module)

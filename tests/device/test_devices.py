@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore.core.errors import ConfigError, DeviceError
-from kvstore.device.base import Copies, Device, Export, host_memory
-from kvstore.device.cuda import CudaDevice
+from kvstore.device.base import Copies, Device, host_memory
 from kvstore.device.host import HostDevice
 from kvstore.device.opening import open_device, require_device
 from kvstore.testing.conformance import DeviceConformance
-from tests.device.fake_driver import FakeDriver
-from tests.device.gpus import CUDA, needs_gpu
+from tests.device.gpus import CUDA, STAND_IN, needs_gpu, usable
 
 
 class TestHost(DeviceConformance):
@@ -41,16 +39,10 @@ class TestCuda(DeviceConformance):
 class TestCudaOverAStandIn(DeviceConformance):
     @pytest.fixture
     def device(self) -> Iterator[Device]:
-        device = CudaDevice(0, FakeDriver())
-        yield device
-        device.close()
-
-    def test_a_segment_is_the_same_memory_in_another_process(self, device: Device) -> None:
-        """In this process: the stand-in's memory is nobody else's."""
-        segment, export = device.allocate_shared(4096)
-        opened = device.open_shared(Export(4096, handle=export.handle))
-        assert opened.address == segment.address
-        device.close_shared(opened)
+        with usable(STAND_IN) as name:
+            device = open_device(name)
+            yield device
+            device.close()
 
 
 @pytest.mark.parametrize("name", ["", "cuda", "cuda:", "cuda:x", "cuda:-1", "cuda:²", "gpu", "Host"])
