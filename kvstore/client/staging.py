@@ -6,6 +6,7 @@ memory is registered with the device, so the device's half of the way runs at th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import DeviceError
-from kvstore.device.base import Copies, Device, host_memory
+from kvstore.device.base import COPY_WAIT_S_MIN, Copies, Device, Memory, host_memory
 from kvstore.transport.buffers import Region
 from kvstore.transport.channel import Deadline
 from kvstore.transport.device_blocks import DeviceBlocks
@@ -37,7 +38,7 @@ class Staging:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._turn = threading.Lock()
+        self._using = threading.Lock()
         self._memory: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
 
     def send(
@@ -48,14 +49,12 @@ class Staging:
         Raises:
             DeviceError: the device failed, or did not end in time.
         """
-        for rows, region in self._turns(len(blocks), size_bytes, deadline):
-            copies = Copies.of_blocks(region.offsets, blocks.offsets[rows], size_bytes)
-            self._finish(
-                lambda region=region, copies=copies: self._device.copy(
-                    host_memory(region.memory), blocks.memory, copies
-                ).wait(deadline.left_s())
-            )
-            use(rows, region)
+        with self._turn(size_bytes, deadline) as step:
+            for rows in _parts(len(blocks), step, deadline):
+                region = self._region(rows, size_bytes)
+                copies = Copies.of_blocks(region.offsets, blocks.offsets[rows], size_bytes)
+                self._copy(host_memory(region.memory), blocks.memory, copies, deadline)
+                use(rows, region)
 
     def receive(
         self, blocks: DeviceBlocks, size_bytes: int, deadline: Deadline, fill: Callable[[I64, Region], Mask]
@@ -67,35 +66,34 @@ class Staging:
             DeviceError: as above; the target may still be written.
         """
         filled = np.zeros(len(blocks), dtype=np.bool_)
-        for rows, region in self._turns(len(blocks), size_bytes, deadline):
-            good = fill(rows, region)
-            copies = Copies.of_blocks(blocks.offsets[rows[good]], region.offsets[good], size_bytes)
-            self._finish(
-                lambda region=region, copies=copies: self._device.copy(
-                    blocks.memory, host_memory(region.memory), copies
-                ).wait(deadline.left_s())
-            )
-            filled[rows] = good
+        with self._turn(size_bytes, deadline) as step:
+            for rows in _parts(len(blocks), step, deadline):
+                region = self._region(rows, size_bytes)
+                good = fill(rows, region)
+                copies = Copies.of_blocks(blocks.offsets[rows[good]], region.offsets[good], size_bytes)
+                self._copy(blocks.memory, host_memory(region.memory), copies, deadline)
+                filled[rows] = good
         return filled
 
     def close(self) -> None:
         """Let go of the memory, once nobody's turn is on."""
-        with self._turn:
+        with self._using:
             self._drop()
 
-    def _turns(self, count: int, size_bytes: int, deadline: Deadline) -> Iterator[tuple[I64, Region]]:
-        if not self._turn.acquire(timeout=max(deadline.left_s(), 0)):
+    @contextlib.contextmanager
+    def _turn(self, size_bytes: int, deadline: Deadline) -> Iterator[int]:
+        """The memory is ours: how many blocks of that size fit; 0 when others had it until the deadline."""
+        if not self._using.acquire(timeout=max(deadline.left_s(), 0)):
+            yield 0
             return
         try:
             self._reach(size_bytes)
-            step = len(self._memory) // size_bytes
-            for first in range(0, count, step):
-                if deadline.left_s() <= 0:
-                    return
-                rows = np.arange(first, min(first + step, count))
-                yield rows, Region(self._memory, (rows - first) * size_bytes)
+            yield len(self._memory) // size_bytes
         finally:
-            self._turn.release()
+            self._using.release()
+
+    def _region(self, rows: I64, size_bytes: int) -> Region:
+        return Region(self._memory, (rows - rows[0]) * size_bytes)
 
     def _reach(self, size_bytes: int) -> None:
         if len(self._memory) >= size_bytes:
@@ -116,14 +114,22 @@ class Staging:
                 _kept.append(self._memory)
             self._memory = np.zeros(0, dtype=np.uint8)
 
-    def _finish(self, copy: Callable[[], None]) -> None:
+    def _copy(self, target: Memory, source: Memory, copies: Copies, deadline: Deadline) -> None:
         try:
-            copy()
+            self._device.copy(target, source, copies).wait(max(deadline.left_s(), COPY_WAIT_S_MIN))
         except DeviceError:
             # The copy may go on: nobody gets this memory again, and it stays registered and mapped.
             _kept.append(self._memory)
             self._memory = np.zeros(0, dtype=np.uint8)
             raise
+
+
+def _parts(count: int, step: int, deadline: Deadline) -> Iterator[I64]:
+    """Rows of a few blocks at a time, for as long as there is time."""
+    for first in range(0, count if step else 0, step or 1):
+        if deadline.left_s() <= 0:
+            return
+        yield np.arange(first, min(first + step, count))
 
 
 _kept: list[NDArray[np.uint8]] = []  # for as long as the process lives: a device may still use it

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 I64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
+COPY_WAIT_S_MIN = 0.5  # that a call waits for its copies, even when its time is over: what was asked for mostly ends
 LEGACY_STREAM = 1  # CUDA's name for the default stream, on which engines compute unless told otherwise
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.device.base import Device
+from kvstore.device.base import COPY_WAIT_S_MIN, Device
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
 from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
@@ -455,7 +455,8 @@ class SharedMemoryLink:
         start, size = layers[0] * layer_bytes, (layers[1] - layers[0]) * layer_bytes
         if isinstance(into, DeviceBlocks):
             assert self._device_side is not None, "see `reaches_device`"
-            whole, near = self._device_side.copy_out(into, rows, probe.take(there), start, size, deadline.left_s())
+            wait_s = max(deadline.left_s(), COPY_WAIT_S_MIN)
+            whole, near = self._device_side.copy_out(into, rows, probe.take(there), start, size, wait_s)
             self.meter.add(segment_blocks=near)
             return whole
         pool, offsets = self._shared.pool_read_only, probe.offsets[there] + start

@@ -149,7 +149,7 @@ def test_a_device_that_does_not_answer_is_an_error_within_the_timeout(
     server: ServerProcess, driver: FakeDriver
 ) -> None:
     """Not a miss: who gets a miss uses the memory for something else, and the copies may still come."""
-    with kvstore.connect(server.address, namespace=SPACE, timeout_s=0.5, device=CudaDevice(0, driver)) as client:
+    with kvstore.connect(server.address, namespace=SPACE, timeout_s=2.0, device=CudaDevice(0, driver)) as client:
         keys, data = stored(client, 2)
         memory = device_of(client).allocate(2 * SIZE)
         driver.stuck = True
@@ -161,6 +161,18 @@ def test_a_device_that_does_not_answer_is_an_error_within_the_timeout(
         driver.stuck = False
         assert client.get_into(keys, Tensor(memory)).ok.all()
         assert np.array_equal(driver.allocated[memory.address].reshape(2, SIZE), data)
+
+
+def test_an_error_in_one_call_keeps_the_staging_memory_from_nobody(server: ServerProcess, driver: FakeDriver) -> None:
+    """Also while somebody still looks at the error."""
+    with kvstore.connect(server.address, namespace=SPACE, timeout_s=2.0, device=CudaDevice(0, driver)) as client:
+        memory = device_of(client).allocate(2 * SIZE)
+        driver.stuck = True
+        with pytest.raises(kvstore.DeviceError) as kept:
+            client.put(fresh_keys(client, 2), Tensor(memory))
+        driver.stuck = False
+        assert client.put(fresh_keys(client, 2), Tensor(memory)).stored == 2
+        assert kept.value.__traceback__ is not None
 
 
 def test_the_memory_of_dead_shards_is_let_go_of() -> None:
