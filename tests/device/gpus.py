@@ -38,13 +38,14 @@ def usable(device: str) -> Iterator[str]:
     folder = str(Path(__file__).parent / "stand_in")
     paths = [folder, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     with pytest.MonkeyPatch.context() as patch:
-        _forget_cuda(patch)
+        for module in _cuda_modules():
+            patch.delitem(sys.modules, module)
         patch.setattr(sys, "path", [folder, *sys.path])
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         yield "cuda:0"
-        _forget_cuda(patch)
+        for module in _cuda_modules():  # before the real ones, if there are any, come back
+            del sys.modules[module]
 
 
-def _forget_cuda(patch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name == "cuda" or name.startswith("cuda.")]:
-        patch.delitem(sys.modules, module)
+def _cuda_modules() -> list[str]:
+    return [name for name in sys.modules if name == "cuda" or name.startswith("cuda.")]
