@@ -27,6 +27,7 @@ from kvbench.index import IndexResult, IndexRow
 from kvbench.memory import memory_bytes
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
+from kvbench.restart import RestartRow
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import UsageError
 from kvstore.core.sizes import format_size
@@ -72,6 +73,11 @@ def disk_json(rows: Sequence[DiskRow], arguments: Mapping[str, object], *, seed:
         },
         "rows": [asdict(row) for row in rows],
     }
+
+
+def restart_json(row: RestartRow, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a restart."""
+    return {**_envelope("kvbench disk", arguments, seed, checked=row.checked), "rows": [asdict(row)]}
 
 
 def replay_json(rows: Sequence[ReplayRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
