@@ -147,14 +147,15 @@ def make_durable(server: ServerProcess, client: kvstore.Client, known: Known) ->
     known.durable = {prompt: known.changes[prompt] for prompt in present}
 
 
-def check_everything(client: kvstore.Client, known: Known) -> None:
+def check_everything(server: ServerProcess, client: kvstore.Client, known: Known) -> None:
     """After a restart: every prompt is looked at, and every byte that is served compared."""
     lasting = known.lasting()
     hits = {prompt: look(client, prompt, known) for prompt in range(PROMPTS)}
     assert known.wrong == 0
     assert known.back == [], "deleted blocks are back"
     served = sum(hits[prompt] for prompt in lasting)
-    assert served >= (1 - LOST_SHARE_MAX) * BLOCKS * len(lasting), f"{served} of {BLOCKS * len(lasting)} durable blocks"
+    told = f"{served} of {BLOCKS * len(lasting)} durable blocks; the tier: {disk(server)}; the client: {client.stats()}"
+    assert served >= (1 - LOST_SHARE_MAX) * BLOCKS * len(lasting), told
     for prompt, blocks in hits.items():
         known.states[prompt] = {0: State.ABSENT, BLOCKS: State.PRESENT}.get(blocks, State.UNKNOWN)
     known.durable = {prompt: known.changes[prompt] for prompt, blocks in hits.items() if blocks == BLOCKS}
@@ -173,7 +174,7 @@ def test_through_kills_at_any_moment_durable_blocks_are_served_and_deleted_ones_
                     for transport in TRANSPORTS
                 ]
                 until(lambda: disk(server)["scan_complete"], what="the scan")
-                check_everything(clients[kill % 2], known)
+                check_everything(server, clients[kill % 2], known)
                 if kill == KILLS:
                     break
                 with Mix(clients, known, chance.random()) as mix:
