@@ -27,6 +27,7 @@ from kvbench.index import IndexResult, IndexRow
 from kvbench.memory import memory_bytes
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
+from kvbench.restart import RestartRow
 from kvbench.scale import EvictionRow, MemoryRow, ScaleResult
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import UsageError
@@ -84,6 +85,11 @@ def scale_json(result: ScaleResult, arguments: Mapping[str, object], *, seed: in
         "rows": [asdict(row) for row in result.eviction],
         "memory": [asdict(row) for row in result.memory],
     }
+
+
+def restart_json(row: RestartRow, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a restart."""
+    return {**envelope("kvbench disk", arguments, seed, checked=row.checked), "rows": [asdict(row)]}
 
 
 def replay_json(rows: Sequence[ReplayRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
