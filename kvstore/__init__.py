@@ -10,12 +10,14 @@ The names below are the public interface; everything else may change.
 
 from kvstore.client.aio import AsyncClient, AsyncView, connect_async
 from kvstore.client.client import Client, View, connect
+from kvstore.client.device_pool import DevicePool
 from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
 from kvstore.client.streams import LayerStream, PublishStream
 from kvstore.core.errors import (
     BlockTooLarge,
     ConfigError,
     DeadlineExceeded,
+    DeviceError,
     IndexFull,
     KvStoreError,
     LayoutMismatch,
@@ -44,6 +46,8 @@ __all__ = [
     "Client",
     "ConfigError",
     "DeadlineExceeded",
+    "DeviceError",
+    "DevicePool",
     "Fetched",
     "GetResult",
     "IndexFull",

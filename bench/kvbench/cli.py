@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvbench import disk, index, replay, report, scale, transfer
+from kvbench import disk, index, replay, report, restart, scale, transfer
 from kvbench.errors import BenchError
 from kvbench.plan import (
     ALL_OPS,
@@ -107,6 +107,7 @@ examples:
   kvbench disk                                    1MiB and 4MiB blocks, in under a minute
   kvbench disk --dir /mnt/nvme --json disk.json --plot disk.png
   kvbench disk --sizes 256KiB,16MiB --footprint 3GiB --seconds 5
+  kvbench disk --restart-blocks 100000            a killed server's way back
 """
 
 _SCALE_DESCRIPTION = """\
@@ -201,6 +202,8 @@ def _run_index(options: argparse.Namespace) -> int:
 
 
 def _run_disk(options: argparse.Namespace) -> int:
+    if options.restart_blocks is not None:
+        return _run_restart(options)
     json_path, plot_path = _outputs(options)
     plan = disk.DiskPlan(
         sizes=options.sizes,
@@ -239,6 +242,20 @@ def _run_scale(options: argparse.Namespace) -> int:
         report.write_json(json_path, value)
     if plot_path is not None:
         plot_scale(plot_path, result)
+    return _verdict(options, checked=value["checked"])
+
+
+def _run_restart(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        raise UsageError("--plot: a restart is one row, not a plot; allowed without --restart-blocks")
+    json_path, _ = _outputs(options)
+    with progress(1) as shown:
+        row = restart.run_restart(options.restart_blocks, options.dir, seed=options.seed, note=shown.note)
+        shown.step(restart.restart_summary(row))
+    print(restart.restart_summary(row))
+    value = report.restart_json(row, _arguments(options), seed=options.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
     return _verdict(options, checked=value["checked"])
 
 
@@ -419,6 +436,12 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="bytes of blocks that each operation walks through; the DRAM tier has a third of it, and three times as much "
         f"disk is used (default: {format_size(disk.DEFAULT_FOOTPRINT_BYTES)})",
+    )
+    parser.add_argument(
+        "--restart-blocks",
+        type=int,
+        metavar="N",
+        help="instead: kill a server with N blocks of 4KiB on its SSD, and time its restart",
     )
     _add_seconds(parser, disk.DEFAULT_SECONDS)
     _add_common(parser)

@@ -27,6 +27,7 @@ from kvbench.index import IndexResult, IndexRow
 from kvbench.memory import memory_bytes
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
+from kvbench.restart import RestartRow
 from kvbench.scale import EvictionRow, MemoryRow, ScaleResult
 from kvbench.transfer import TransferRow, limit_name
 from kvstore.core.errors import UsageError
@@ -39,7 +40,7 @@ def transfer_json(rows: Sequence[TransferRow], arguments: Mapping[str, object], 
     """The JSON value of a transfer run."""
     checked = bool(rows) and all(row.checked for row in rows)
     return {
-        **_envelope("kvbench transfer", arguments, seed, checked=checked),
+        **envelope("kvbench transfer", arguments, seed, checked=checked),
         "limits": {
             "shm": "one thread's numpy.copyto of as many blocks of the same size through as many bytes",
             "tcp": "plain loopback sockets to another process: as many bytes and connections",
@@ -52,7 +53,7 @@ def index_json(result: IndexResult, arguments: Mapping[str, object], *, seed: in
     """The JSON value of an index run."""
     checked = bool(result.rows) and all(row.checked for row in result.rows)
     return {
-        **_envelope("kvbench index", arguments, seed, checked=checked),
+        **envelope("kvbench index", arguments, seed, checked=checked),
         "limits": {"index": "one numpy.take of as many random entries of the same table"},
         "resident_keys": result.resident_keys,
         "bytes_per_entry": result.bytes_per_entry,
@@ -64,7 +65,7 @@ def disk_json(rows: Sequence[DiskRow], arguments: Mapping[str, object], *, seed:
     """The JSON value of a disk run."""
     checked = bool(rows) and all(row.checked for row in rows)
     return {
-        **_envelope("kvbench disk", arguments, seed, checked=checked),
+        **envelope("kvbench disk", arguments, seed, checked=checked),
         "limits": {
             "direct I/O": "one read or write per block of as many blocks of the same size in a preallocated file with "
             "O_DIRECT, several threads, synced after the writes of a turn",
@@ -79,18 +80,23 @@ def scale_json(result: ScaleResult, arguments: Mapping[str, object], *, seed: in
     """The JSON value of a scale run."""
     rows = [*result.eviction, *result.memory]
     return {
-        **_envelope("kvbench scale", arguments, seed, checked=bool(rows) and all(row.checked for row in rows)),
+        **envelope("kvbench scale", arguments, seed, checked=bool(rows) and all(row.checked for row in rows)),
         "limits": {"eviction": "the same on the small shard, in alternation", "memory": "payload, as large as it is"},
         "rows": [asdict(row) for row in result.eviction],
         "memory": [asdict(row) for row in result.memory],
     }
 
 
+def restart_json(row: RestartRow, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a restart."""
+    return {**envelope("kvbench disk", arguments, seed, checked=row.checked), "rows": [asdict(row)]}
+
+
 def replay_json(rows: Sequence[ReplayRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
     """The JSON value of a replay."""
     checked = bool(rows) and all(row.checked for row in rows)
     return {
-        **_envelope("kvbench replay", arguments, seed, checked=checked),
+        **envelope("kvbench replay", arguments, seed, checked=checked),
         "limits": {
             "limit_hit_rate": "prefix hit rate of a cache that forgets nothing, computed from the trace",
             "read_limit_p50_us": "one numpy.copyto of as many bytes as each read",
@@ -120,7 +126,7 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 def print_transfer(rows: Sequence[TransferRow]) -> None:
     """Print the table, then the headline numbers."""
     head = ("op", "transport", "block", "batch", "GiB/s", "p50 us", "p99 us", "limit GiB/s", "of limit", "content")
-    _print_table(head, [_transfer_cells(row) for row in rows])
+    print_table(head, [_transfer_cells(row) for row in rows])
     for line in transfer_headlines(rows):
         print(line)
 
@@ -128,7 +134,7 @@ def print_transfer(rows: Sequence[TransferRow]) -> None:
 def print_index(result: IndexResult) -> None:
     """Print the table, then the headline numbers."""
     head = ("batch", "M keys/s", "p50 us", "p99 us", "limit M keys/s", "of limit", "answers")
-    _print_table(head, [_index_cells(row) for row in result.rows])
+    print_table(head, [_index_cells(row) for row in result.rows])
     for line in index_headlines(result):
         print(line)
 
@@ -136,7 +142,7 @@ def print_index(result: IndexResult) -> None:
 def print_disk(rows: Sequence[DiskRow]) -> None:
     """Print the table, then the headline numbers."""
     head = ("op", "block", "batch", "GiB/s", "p50 us", "p99 us", "limit GiB/s", "of limit", "limit", "content")
-    _print_table(head, [_disk_cells(row) for row in rows])
+    print_table(head, [_disk_cells(row) for row in rows])
     for line in disk_headlines(rows):
         print(line)
 
@@ -144,9 +150,9 @@ def print_disk(rows: Sequence[DiskRow]) -> None:
 def print_scale(result: ScaleResult) -> None:
     """Print both tables."""
     head = ("policy", "blocks", "us per evicted block", "of small", "evicted", "content")
-    _print_table(head, [_eviction_cells(row) for row in result.eviction])
+    print_table(head, [_eviction_cells(row) for row in result.eviction])
     head = ("policy", "blocks", "bytes per block", "put us per block", "content")
-    _print_table(head, [_memory_cells(row) for row in result.memory])
+    print_table(head, [_memory_cells(row) for row in result.memory])
 
 
 def print_replay(rows: Sequence[ReplayRow]) -> None:
@@ -165,7 +171,7 @@ def print_replay(rows: Sequence[ReplayRow]) -> None:
         "evicted",
         "content",
     )
-    _print_table(head, [_replay_cells(row) for row in rows])
+    print_table(head, [_replay_cells(row) for row in rows])
     for line in replay_headlines(rows):
         print(line)
 
@@ -216,7 +222,8 @@ def index_headlines(result: IndexResult) -> list[str]:
     ]
 
 
-def _envelope(command: str, arguments: Mapping[str, object], seed: int, *, checked: bool) -> dict[str, Any]:
+def envelope(command: str, arguments: Mapping[str, object], seed: int, *, checked: bool) -> dict[str, Any]:
+    """What every JSON file says of its run."""
     return {
         "command": command,
         "arguments": dict(arguments),
@@ -362,7 +369,8 @@ def _replay_cells(row: ReplayRow) -> tuple[str, ...]:
     )
 
 
-def _print_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def print_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print it, with `rich` to a terminal where that is installed."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         _print_rich(head, lines)
     else:

@@ -16,6 +16,7 @@ from kvstore.client.client import Client, View, connect
 from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
 from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds
 from kvstore.core.namespace import Namespace
+from kvstore.device.base import Device
 from kvstore.transport.buffers import RegisteredBuffer
 
 P = ParamSpec("P")
@@ -32,6 +33,7 @@ async def connect_async(
     transport: str = "auto",
     checksums: bool = False,
     auth_token: str | None = None,
+    device: str | Device | None = None,
 ) -> AsyncClient:
     """As `kvstore.connect`, for asyncio."""
     client = await asyncio.to_thread(
@@ -42,6 +44,7 @@ async def connect_async(
         transport=transport,
         checksums=checksums,
         auth_token=auth_token,
+        device=device,
     )
     return AsyncClient(client)
 

@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike, NDArray
 from kvstore.client.arena import ArenaPool
 from kvstore.client.nodes import LinkOptions, NodeLinks, agree
 from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
+from kvstore.client.staging import Staging
 from kvstore.client.streams import LayerStream, PublishStream, layer_memory
 from kvstore.cluster.membership import Membership, StaticMembership
 from kvstore.cluster.placement import place
@@ -31,9 +32,13 @@ from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds, chain_keys
 from kvstore.core.layout import CanonicalLayout
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
+from kvstore.device.base import Device
+from kvstore.device.opening import open_device
 from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, Part, ShardLink
 from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
+from kvstore.transport.device_blocks import DeviceBlocks, as_device_blocks, is_on_device, on_device
+from kvstore.transport.shm import SharedMemoryLink
 
 I64 = NDArray[np.int64]
 T = TypeVar("T")
@@ -54,6 +59,7 @@ def connect(
     transport: str = "auto",
     checksums: bool = False,
     auth_token: str | None = None,
+    device: str | Device | None = None,
 ) -> Client:
     """Connect to a store.
 
@@ -64,10 +70,13 @@ def connect(
         transport: `"auto"` takes shared memory on the same host and TCP otherwise; `"shm"` or `"tcp"` insist.
         checksums: verify every layer slice over shared memory too; over TCP it is always done.
         auth_token: the server's `auth_token`, if it has one; `KVSTORE_AUTH_TOKEN` unless given.
+        device: an accelerator whose memory blocks are read into and put from: `"cuda:0"`, or `"host"`, which stands for
+        one where there is none. A device that is handed in open stays the caller's to close.
 
     Raises:
         Unavailable: no node can be reached.
         UsageError: an argument is wrong, or a node refuses the namespace or the token.
+        ConfigError: there is no such device here.
     """
     options = LinkOptions(
         namespace=namespace,
@@ -76,8 +85,9 @@ def connect(
         checksums=checksums,
         auth_token=os.environ.get("KVSTORE_AUTH_TOKEN", "") if auth_token is None else auth_token,
         client=f"kvstore pid {os.getpid()}",
+        device=open_device(device) if isinstance(device, str) else device,
     )
-    return Client(StaticMembership(address), options)
+    return Client(StaticMembership(address), options, owns_device=isinstance(device, str))
 
 
 class Client:
@@ -86,7 +96,8 @@ class Client:
     A forked child gets connections of its own at its first call.
     """
 
-    def __init__(self, membership: Membership, options: LinkOptions) -> None:
+    def __init__(self, membership: Membership, options: LinkOptions, *, owns_device: bool = False) -> None:
+        self._owns_device = owns_device
         self._membership = membership
         self._options = options
         self._namespace = options.namespace
@@ -98,6 +109,16 @@ class Client:
             self.close()
             raise
         self._start_keeper()
+
+    @property
+    def timeout_s(self) -> float:
+        """Bound of every call."""
+        return self._options.timeout_s
+
+    @property
+    def device(self) -> Device | None:
+        """The accelerator that this client was connected with."""
+        return self._options.device
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -143,8 +164,12 @@ class Client:
             offsets: byte offset of each block in a registered buffer, shape (n,).
             layers: half-open range; all layers unless given. Each target then has the bytes of that range.
 
+        With a device, `into` may be one contiguous tensor of it, with or without `offsets`. The copies start after what
+        is on the default stream by now (or the stream that the object names), and have ended when this returns.
+
         Raises:
             LayoutMismatch, UsageError, UnregisteredBuffer: the target does not fit; nothing was copied.
+            DeviceError: the device failed or took too long: it may still be writing to the target.
         """
         chosen = self._layers(layers)
         size = (chosen[1] - chosen[0]) * self._namespace.layer_bytes
@@ -254,6 +279,7 @@ class Client:
 
         Raises:
             LayoutMismatch, UsageError, UnregisteredBuffer: the source does not fit; nothing was stored.
+            DeviceError: the device failed or took too long; blocks that were not copied by then are not stored.
         """
         size = self._namespace.block_bytes
         count = _count(keys)
@@ -261,7 +287,14 @@ class Client:
         statuses = np.full(count, PutStatus.FAILED, dtype=np.uint8)
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
-            statuses[rows] = link.store(keys.array[rows], source.take(rows), deadline.left_s())
+            if not isinstance(source, DeviceBlocks):
+                statuses[rows] = link.store(keys.array[rows], source.take(rows), deadline.left_s())
+                return
+
+            def store(part: I64, region: Region) -> None:
+                statuses[rows[part]] = link.store(keys.array[rows[part]], region, deadline.left_s())
+
+            self._staged().send(source.take(rows), size, deadline, store)
 
         self._each_shard(keys, ask)
         return PutResult(statuses, int(np.count_nonzero(statuses == PutStatus.STORED)) * size)
@@ -327,6 +360,10 @@ class Client:
             node.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
+        if self._staging is not None:
+            self._staging.close()
+        if self._options.device is not None and self._owns_device:
+            self._options.device.close()
 
     def __enter__(self) -> Client:
         return self
@@ -341,6 +378,7 @@ class Client:
         self._closed = threading.Event()
         self._kick = threading.Event()
         self._arenas = ArenaPool()
+        self._staging = None if self._options.device is None else Staging(self._options.device)
         self._threads: ThreadPoolExecutor | None = None
         self._views: weakref.WeakSet[View | LayerStream] = weakref.WeakSet()
         self._members = self._membership.nodes()
@@ -416,14 +454,34 @@ class Client:
                 report_at_s = time.monotonic() + REPORT_S
             del client
 
-    def _fetch(self, keys: BlockKeys, target: Blocks, layers: tuple[int, int], size: int) -> Fetched:
+    def _fetch(self, keys: BlockKeys, target: Blocks | DeviceBlocks, layers: tuple[int, int], size: int) -> Fetched:
         ok = np.zeros(len(keys), dtype=np.bool_)
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
-            ok[rows] = link.fetch(keys.array[rows], target.take(rows), layers, deadline.left_s())
+            if isinstance(target, DeviceBlocks):
+                ok[rows] = self._fetch_to_device(link, keys.array[rows], target.take(rows), layers, size, deadline)
+            else:
+                ok[rows] = link.fetch(keys.array[rows], target.take(rows), layers, deadline.left_s())
 
         self._each_shard(keys, ask)
         return Fetched(ok, int(np.count_nonzero(ok)) * size)
+
+    def _fetch_to_device(
+        self,
+        link: ShardLink,
+        keys: NDArray[np.void],
+        target: DeviceBlocks,
+        layers: tuple[int, int],
+        size: int,
+        deadline: Deadline,
+    ) -> Mask:
+        if isinstance(link, SharedMemoryLink) and link.reaches_device:
+            return link.fetch(keys, target, layers, deadline.left_s())
+
+        def fill(rows: I64, region: Region) -> Mask:
+            return link.fetch(keys[rows], region, layers, deadline.left_s())
+
+        return self._staged().receive(target, size, deadline, fill)
 
     def _ask(self, keys: BlockKeys, question: Callable[[ShardLink, NDArray[np.void], float], Mask]) -> Mask:
         answers = np.zeros(_count(keys), dtype=np.bool_)
@@ -525,7 +583,28 @@ class Client:
             raise UsageError(f"layers={layers!r}: allowed is a half-open range within 0 to {self._namespace.layers}")
         return first, end
 
-    def _blocks(self, value: object, offsets: object, count: int, size: int, name: str, *, writable: bool) -> Blocks:
+    def _staged(self) -> Staging:
+        assert self._staging is not None, "blocks in device memory come with a device"
+        return self._staging
+
+    def _blocks(
+        self, value: object, offsets: object, count: int, size: int, name: str, *, writable: bool
+    ) -> Blocks | DeviceBlocks:
+        device = self._options.device
+        if device is None:
+            return self._host_blocks(value, offsets, count, size, name, writable=writable)
+        if isinstance(value, DeviceBlocks):
+            return value
+        if not is_on_device(value):
+            return on_device(device, self._host_blocks(value, offsets, count, size, name, writable=writable))
+        blocks = as_device_blocks(device, value, offsets, count, size, name, self._namespace.dtype)
+        if blocks.stream is not None:
+            device.follow(blocks.stream)
+        return blocks
+
+    def _host_blocks(
+        self, value: object, offsets: object, count: int, size: int, name: str, *, writable: bool
+    ) -> Blocks:
         if isinstance(value, RegisteredBuffer):
             if offsets is None:
                 raise UsageError(f"{name}: a registered buffer needs offsets=, one per key")

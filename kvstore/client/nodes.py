@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvstore.cluster.membership import Member
 from kvstore.core.errors import ConfigError, KvStoreError, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
+from kvstore.device.base import Device
 from kvstore.transport.base import ShardLink
 from kvstore.transport.shm import SharedMemoryLink
 from kvstore.transport.tcp import TcpLink
@@ -33,6 +34,7 @@ class LinkOptions:
     checksums: bool = False
     auth_token: str = ""
     client: str = "kvstore"
+    device: Device | None = None
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -145,6 +147,8 @@ class NodeLinks:
                 continue
             try:
                 link.open(options.namespace, options.timeout_s)
+                if options.device is not None and isinstance(link, SharedMemoryLink):
+                    link.use_device(options.device, options.timeout_s)
             except BaseException:
                 link.close()
                 raise

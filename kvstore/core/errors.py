@@ -10,6 +10,7 @@
     ├── Unavailable                      the server cannot be reached: retry later, or recompute
     │   └── DeadlineExceeded             it did not answer in time
     ├── LeaseExpired                     bytes under this lease may have been reused: drop what was read, look up again
+    ├── DeviceError                      an accelerator refused a call, or did not end its copies in time
     ├── ProtocolError                    the peer broke the rules or speaks an incompatible version: report it
     └── IndexFull                        the block index has no free entry: evict, or enlarge it
 
@@ -22,6 +23,7 @@ __all__ = [
     "BlockTooLarge",
     "ConfigError",
     "DeadlineExceeded",
+    "DeviceError",
     "IndexFull",
     "KvStoreError",
     "LayoutMismatch",
@@ -76,6 +78,10 @@ class DeadlineExceeded(Unavailable):
 
 class LeaseExpired(KvStoreError):
     """The lease ran out: bytes read under it may be another block's. Drop them and look up again."""
+
+
+class DeviceError(KvStoreError):
+    """An accelerator refused a call, or did not end its copies in time: what they were to fill is undefined."""
 
 
 class ProtocolError(KvStoreError):

@@ -47,6 +47,13 @@ _DISK_HELP = {
 }
 
 
+_GPU_HELP = {
+    "promoted_blocks": "blocks copied into the device segment",
+    "promoted_bytes": "payload bytes copied into the device segment",
+    "evicted_blocks": "blocks that left the device segment for others",
+    "dropped_blocks": "blocks that left the device segment because they left the pool",
+    "failures": "times the device failed and its segment was given up",
+}
 _TENANT_HELP = {
     "used": "bytes of slots that a tenant has",
     "limit": "bytes that it may have at most; 0: no limit",
@@ -77,6 +84,15 @@ class _NodeMetrics:
             for shard in self._shards:
                 counter.add_metric([str(shard["shard"])], shard.get("disk", {}).get("counters", {}).get(name, 0))
             yield counter
+        for name, text in _GPU_HELP.items():
+            counter = CounterMetricFamily(f"kvstore_gpu_{name}", text, labels=["shard"])
+            for shard in self._shards:
+                counter.add_metric([str(shard["shard"])], shard.get("gpu", {}).get("counters", {}).get(name, 0))
+            yield counter
+        resident = GaugeMetricFamily("kvstore_gpu_blocks", "blocks in the device segment", labels=["shard"])
+        for shard in self._shards:
+            resident.add_metric([str(shard["shard"])], shard.get("gpu", {}).get("resident_blocks", 0))
+        yield resident
         yield from self._tenant_metrics()
         pool = GaugeMetricFamily("kvstore_pool_bytes", "bytes of the DRAM pool by use", labels=["shard", "use"])
         warm = GaugeMetricFamily("kvstore_warm_bytes", "bytes of the pool present in memory", labels=["shard"])

@@ -17,12 +17,14 @@ from typing import Any, cast
 from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.keys import KeyScheme
 from kvstore.core.sizes import format_size, parse_size
+from kvstore.device.opening import cuda_ordinal
 
 CHUNK_BYTES = 256 << 20
 CHUNK_BYTES_MAX = 2 << 30
 CHUNKS_MIN = 8
 DRAM_BYTES_MIN = 256 << 20
 DISK_BYTES_MIN = 64 << 20
+GPU_BYTES_MIN = 8 << 20
 DISK_BYTES_MAX = 64 << 30  # unless told otherwise
 _NOT_GIVEN = -1
 ADMISSIONS = ("always", "second", "never")
@@ -108,6 +110,16 @@ class ServerConfig:
         default="second",
         metadata={"help": "what is written to the SSD: always, second (what is used a second time), never"},
     )
+    gpu: str = field(
+        default="",
+        metadata={
+            "help": "device of the GPU tier: cuda:0 and so on; host: the host's memory in its place; empty: none"
+        },
+    )
+    gpu_bytes: int = field(
+        default=1 << 30,
+        metadata={"help": "device memory of all shards together, where there is a GPU tier", "size": True},
+    )
     data_dir: Path = field(default_factory=_default_data_dir, metadata={"help": "folder of what survives a restart"})
     runtime_dir: Path = field(default_factory=_default_runtime_dir, metadata={"help": "folder of local sockets"})
     key_algorithm: str = field(
@@ -147,6 +159,13 @@ class ServerConfig:
         _require("watermark", self.watermark, 0, 50)
         if self.admission not in ADMISSIONS:
             raise ConfigError(f"admission={self.admission!r}: allowed is one of {', '.join(ADMISSIONS)}")
+        if self.gpu:
+            cuda_ordinal(self.gpu)
+        if self.gpu and self.gpu_bytes < self.shards * GPU_BYTES_MIN:
+            least = format_size(self.shards * GPU_BYTES_MIN)
+            raise ConfigError(
+                f"gpu_bytes={format_size(self.gpu_bytes)}: at least {least} for {self.shards} shards, or gpu empty"
+            )
         if not -1 <= self.key_seed < 1 << 64:
             raise ConfigError(f"key_seed={self.key_seed}: allowed is -1 (random) or 0 to 2**64 - 1")
         try:
@@ -176,6 +195,11 @@ class ServerConfig:
     def disk_bytes_per_shard(self) -> int:
         """Each shard's part of the SSD tier."""
         return self.disk // self.shards
+
+    @property
+    def gpu_bytes_per_shard(self) -> int:
+        """Each shard's part of the GPU tier."""
+        return self.gpu_bytes // self.shards if self.gpu else 0
 
     @property
     def chunk_bytes(self) -> int:

@@ -28,6 +28,7 @@ from kvstore.core.keys import BlockKeys, KeyScheme
 from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.core.sizes import format_size
 from kvstore.core.states import BlockState
+from kvstore.device.opening import require_device
 from kvstore.server.children import Child
 from kvstore.server.config import ServerConfig
 from kvstore.server.control import ControlService, serve_control
@@ -177,6 +178,8 @@ class ShardHandle:
             disk_bytes=self._config.disk_bytes_per_shard,
             admission=self._config.admission,
             watermark_bytes=self._config.watermark_bytes_per_shard,
+            gpu=self._config.gpu,
+            gpu_bytes=self._config.gpu_bytes_per_shard,
         )
         # Read now, not when the node started: a shard that is started again must know the quotas set meanwhile.
         described = {**asdict(described), "quotas": self._quotas()}
@@ -342,6 +345,8 @@ class Node:
 
     def _start(self) -> None:
         config = self._config
+        if config.gpu:
+            require_device(config.gpu)
         self._data_dir = DataDir(config.data_dir)
         self._cleanups.append(self._data_dir.close)
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed

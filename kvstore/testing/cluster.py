@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_S = 60.0
+RESTART_TRIES = 5
+RESTART_PAUSE_S = 1.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.02
 
@@ -43,6 +45,19 @@ class ServerProcess:
 
     def start(self) -> ServerProcess:
         """Start and wait until it is ready. A second start reuses folder and ports: a restart."""
+        tries_left = RESTART_TRIES if any(self._ports.values()) else 1
+        while True:
+            tries_left -= 1
+            try:
+                self._start()
+                return self
+            except RuntimeError:
+                # While nobody listened there, somebody's outgoing connection may have got one of the ports.
+                if not tries_left:
+                    raise
+            time.sleep(RESTART_PAUSE_S)
+
+    def _start(self) -> None:
         settings = {
             "data_dir": self._folder / "data",
             "runtime_dir": self._folder / "run",
@@ -67,7 +82,6 @@ class ServerProcess:
                 case _:
                     self.http_address = endpoint
             self._ports[f"{name}_port"] = int(endpoint.rpartition(":")[2])
-        return self
 
     @property
     def pid(self) -> int:

@@ -7,6 +7,8 @@ class TestMyPolicy(EvictionConformance):
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +17,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.core.errors import KvStoreError, NamespaceMismatch, ProtocolError, Unavailable
+from kvstore.core.errors import DeviceError, KvStoreError, NamespaceMismatch, ProtocolError, Unavailable
 from kvstore.core.keys import KEY_DTYPE
 from kvstore.core.layout import OpaqueLayout
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
+from kvstore.device.base import LEGACY_STREAM, Copies, Device, Memory, host_memory
 from kvstore.server.eviction.base import EvictionPolicy
 from kvstore.transport.base import Keys, ShardLink
 from kvstore.transport.buffers import Pieces, Region
@@ -448,3 +451,181 @@ def _as_region(blocks: NDArray[np.uint8]) -> Region:
 
 def _region(count: int, size_bytes: int) -> Region:
     return Region(np.zeros(count * size_bytes, dtype=np.uint8), np.arange(count, dtype=np.int64) * size_bytes)
+
+
+_COPY_TIMEOUT_S = 30.0
+# Another process: opens the segment by what is on its command line, copies it out, and writes its complement into it.
+_NEIGHBOUR = """
+import sys, numpy as np
+from kvstore.device.base import Copies, Export, host_memory
+from kvstore.device.opening import open_device
+name, nbytes, fd, handle = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
+device = open_device(name)
+segment = device.open_shared(Export(nbytes, fd, handle))
+seen = np.zeros(nbytes, dtype=np.uint8)
+whole = Copies(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, nbytes))
+device.copy(host_memory(seen), segment, whole).wait(30)
+np.bitwise_not(seen, out=seen)
+device.copy(segment, host_memory(seen), whole).wait(30)
+device.close_shared(segment)
+device.close()
+"""
+
+
+class DeviceConformance:
+    """What `kvstore.device.base.Device` promises. Give it a fixture `device`: an open `Device`, closed in the end."""
+
+    def test_bytes_come_back_from_the_device_as_they_went(self, device: Device) -> None:
+        memory = device.allocate(1 << 20)
+        sent = _noise(1 << 20)
+        self._move(device, memory, host_memory(sent), _whole(1 << 20))
+        received = np.zeros_like(sent)
+        self._move(device, host_memory(received), memory, _whole(1 << 20))
+        assert np.array_equal(received, sent)
+        device.free(memory)
+
+    def test_scattered_blocks_go_where_they_belong_and_nothing_else_changes(self, device: Device) -> None:
+        size, count = 4096, 64
+        random = np.random.default_rng(3)
+        source = _noise(2 * count * size)
+        memory = device.allocate(2 * count * size)
+        self._move(device, memory, host_memory(np.zeros_like(source)), _whole(len(source)))
+        to, start = random.permutation(2 * count)[:count] * size, random.permutation(2 * count)[:count] * size
+        self._move(device, memory, host_memory(source), Copies.of_blocks(to, start, size))
+        received = np.zeros_like(source)
+        self._move(device, host_memory(received), memory, _whole(len(source)))
+        expected = np.zeros_like(source)
+        for target, offset in zip(to.tolist(), start.tolist(), strict=True):
+            expected[target : target + size] = source[offset : offset + size]
+        assert np.array_equal(received, expected)
+        device.free(memory)
+
+    def test_copies_of_one_batch_may_differ_in_size_and_need_no_alignment(self, device: Device) -> None:
+        source = _noise(10_000)
+        memory = device.allocate(10_000)
+        copies = Copies(np.array([9000, 1, 77]), np.array([3, 5000, 4999]), np.array([1000, 1, 4000]))
+        self._move(device, memory, host_memory(source), copies)
+        received = np.zeros_like(source)
+        self._move(
+            device, host_memory(received), memory, Copies(copies.target_offsets, copies.target_offsets, copies.sizes)
+        )
+        for target, offset, size in zip(*(part.tolist() for part in _parts(copies)), strict=True):
+            assert np.array_equal(received[target : target + size], source[offset : offset + size])
+        device.free(memory)
+
+    def test_copies_between_two_pieces_of_the_device(self, device: Device) -> None:
+        first, second = device.allocate(8192), device.allocate(8192)
+        sent = _noise(8192)
+        device.copy(first, host_memory(sent), _whole(8192))
+        swapped = Copies(np.array([0, 4096]), np.array([4096, 0]), np.array([4096, 4096]))
+        device.copy(second, first, swapped)  # not waited for: copies of one device end in their order
+        received = np.zeros_like(sent)
+        self._move(device, host_memory(received), second, _whole(8192))
+        assert np.array_equal(received, np.concatenate([sent[4096:], sent[:4096]]))
+        device.free(first)
+        device.free(second)
+
+    def test_registered_memory_copies_like_any_other(self, device: Device) -> None:
+        array = np.asarray(_noise(4 << 20))
+        memory = host_memory(array)
+        device.register(memory)
+        target = device.allocate(4 << 20)
+        blocks = np.random.default_rng(0).permutation(64) * 65536
+        self._move(device, target, memory, Copies.of_blocks(np.arange(64) * 65536, blocks, 65536))
+        received = np.zeros_like(array)
+        self._move(device, host_memory(received), target, _whole(4 << 20))
+        assert np.array_equal(received.reshape(64, -1), array.reshape(64, -1)[blocks // 65536])
+        device.unregister(memory)
+        device.unregister(memory)  # once more changes nothing
+        device.free(target)
+
+    def test_a_copy_that_reaches_outside_is_refused(self, device: Device) -> None:
+        memory, host = device.allocate(8192), host_memory(np.zeros(8192, dtype=np.uint8))
+        inside = np.array([0])
+        for outside in (np.array([-1]), np.array([4097])):
+            for copies in (Copies.of_blocks(inside, outside, 4096), Copies.of_blocks(outside, inside, 4096)):
+                _refusal(IndexError, lambda copies=copies: device.copy(memory, host, copies))
+        device.free(memory)
+
+    def test_an_empty_batch_ends(self, device: Device) -> None:
+        memory = device.allocate(16)
+        nothing = np.zeros(0, dtype=np.int64)
+        ticket = device.copy(memory, host_memory(np.zeros(16, np.uint8)), Copies(nothing, nothing, nothing))
+        ticket.wait(_COPY_TIMEOUT_S)
+        assert ticket.done()
+        device.free(memory)
+
+    def test_more_memory_than_there_can_be_is_refused_in_one_line(self, device: Device) -> None:
+        refused = _refusal(DeviceError, lambda: device.allocate(1 << 60))
+        assert "\n" not in refused
+        assert device.name in refused
+
+    def test_a_segment_is_the_same_memory_in_another_process(self, device: Device) -> None:
+        nbytes = 1 << 20
+        segment, export = device.allocate_shared(nbytes)
+        sent = _noise(nbytes)
+        self._move(device, segment, host_memory(sent), _whole(nbytes))
+        words = [device.name, str(nbytes), str(export.fd), export.handle.hex()]
+        pass_fds = [export.fd] if export.fd >= 0 else []
+        subprocess.run([sys.executable, "-c", _NEIGHBOUR, *words], pass_fds=pass_fds, check=True, timeout=60)
+        received = np.zeros_like(sent)
+        self._move(device, host_memory(received), segment, _whole(nbytes))
+        assert np.array_equal(received, ~sent)
+        device.free(segment)
+
+    def test_what_is_asked_for_from_several_threads_arrives(self, device: Device) -> None:
+        memory = device.allocate(16 << 16)
+        sent = [_noise(65536, seed) for seed in range(16)]
+
+        def there_and_back(row: int) -> bool:
+            place, start = np.array([row * 65536]), np.zeros(1, dtype=np.int64)
+            received = np.zeros(65536, dtype=np.uint8)
+            device.copy(memory, host_memory(sent[row]), Copies.of_blocks(place, start, 65536))
+            self._move(device, host_memory(received), memory, Copies.of_blocks(start, place, 65536))
+            return np.array_equal(received, sent[row])
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(there_and_back, range(16)))
+        device.free(memory)
+
+    def test_the_device_is_idle_once_what_was_asked_for_has_ended(self, device: Device) -> None:
+        memory = device.allocate(1 << 20)
+        self._move(device, memory, host_memory(_noise(1 << 20)), _whole(1 << 20))
+        assert device.idle()
+        device.free(memory)
+
+    def test_copies_may_follow_the_default_stream(self, device: Device) -> None:
+        memory = device.allocate(4096)
+        device.follow(LEGACY_STREAM)
+        self._move(device, memory, host_memory(_noise(4096)), _whole(4096))
+        device.free(memory)
+
+    def test_a_closed_device_refuses(self, device: Device) -> None:
+        memory = device.allocate(4096)
+        device.close()
+        device.close()
+        _refusal(DeviceError, lambda: device.copy(memory, host_memory(_noise(4096)), _whole(4096)))
+
+    def _move(self, device: Device, target: Memory, source: Memory, copies: Copies) -> None:
+        device.copy(target, source, copies).wait(_COPY_TIMEOUT_S)
+
+
+def _noise(size_bytes: int, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8)
+
+
+def _whole(size_bytes: int) -> Copies:
+    return Copies(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.full(1, size_bytes))
+
+
+def _refusal(kind: type[Exception], call: Callable[[], object]) -> str:
+    """What the call says when it raises that, as it must."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def _parts(copies: Copies) -> tuple[I64, I64, I64]:
+    return copies.target_offsets, copies.source_offsets, copies.sizes

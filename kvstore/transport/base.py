@@ -35,6 +35,7 @@ class LinkCounters:
     hit_blocks: int = 0
     read_blocks: int = 0
     read_bytes: int = 0
+    segment_blocks: int = 0  # of those, into device memory from the server's device segment
     lost_races: int = 0  # optimistic reads whose block was evicted meanwhile: read as a miss
     checksum_failures: int = 0  # blocks whose bytes did not match: read as a miss
     written_blocks: int = 0

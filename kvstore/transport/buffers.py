@@ -105,20 +105,29 @@ class RegisteredBuffer:
         """
         if not self._open:
             raise UnregisteredBuffer("the buffer was unregistered; register it again before a transfer names it")
-        needed = f"{count} integers are needed, one per key"
-        try:
-            array = np.asarray(offsets)
-        except (TypeError, ValueError) as cause:
-            raise UsageError(f"offsets: {type(offsets).__name__} is no array of numbers; {needed}") from cause
-        if array.shape != (count,) or (count and array.dtype.kind not in "iu"):
-            raise UsageError(f"offsets of shape {array.shape} and dtype {array.dtype}: {needed}")
-        array = array.astype(np.int64)
+        array = as_offsets(offsets, count)
         if count and (array.min() < 0 or int(array.max()) + size_bytes > self.nbytes):
             raise UnregisteredBuffer(
                 f"offsets from {array.min()} to {array.max()} with {size_bytes} bytes each reach outside the registered "
                 f"{self.nbytes} bytes"
             )
         return Region(self.memory, array, self)
+
+
+def as_offsets(offsets: object, count: int) -> I64:
+    """The caller's byte offsets, one per key.
+
+    Raises:
+        UsageError: not `count` integers.
+    """
+    needed = f"{count} integers are needed, one per key"
+    try:
+        array = np.asarray(offsets)
+    except (TypeError, ValueError) as cause:
+        raise UsageError(f"offsets: {type(offsets).__name__} is no array of numbers; {needed}") from cause
+    if array.shape != (count,) or (count and array.dtype.kind not in "iu"):
+        raise UsageError(f"offsets of shape {array.shape} and dtype {array.dtype}: {needed}")
+    return array.astype(np.int64)
 
 
 def as_blocks(value: object, count: int, size_bytes: int, name: str, dtype: str, *, writable: bool) -> Blocks:
@@ -152,7 +161,7 @@ def as_bytes(value: object, name: str, dtype: str, *, writable: bool) -> tuple[B
     array = _as_array(value, name)
     if array.dtype.hasobject:
         raise LayoutMismatch(f"{name}: an array of Python objects holds no bytes")
-    _check_dtype(array.dtype.name, name, dtype)
+    check_dtype(array.dtype.name, name, dtype)
     if not array.flags.c_contiguous:
         raise LayoutMismatch(f"{name}: the array is not C-contiguous (shape {array.shape}, strides {array.strides})")
     if writable and not array.flags.writeable:
@@ -179,7 +188,7 @@ def _tensor_bytes(tensor: Any, name: str, dtype: str) -> tuple[Bytes, object]:
         raise LayoutMismatch(
             f"{name}: the tensor is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
         )
-    _check_dtype(str(tensor.dtype).removeprefix("torch."), name, dtype)
+    check_dtype(str(tensor.dtype).removeprefix("torch."), name, dtype)
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return np.zeros(0, dtype=np.uint8), tensor
@@ -187,7 +196,12 @@ def _tensor_bytes(tensor: Any, name: str, dtype: str) -> tuple[Bytes, object]:
     return np.frombuffer(raw, dtype=np.uint8), tensor
 
 
-def _check_dtype(found: str, name: str, dtype: str) -> None:
+def check_dtype(found: str, name: str, dtype: str) -> None:
+    """Elements of that type may carry blocks of this dtype.
+
+    Raises:
+        LayoutMismatch: they may not.
+    """
     if found in _RAW_DTYPES or found == dtype or found.startswith("void") or found in _CARRIERS.get(dtype, ()):
         return
     raise LayoutMismatch(f"{name}: dtype {found}; this namespace holds {dtype} (raw bytes as uint8 are welcome)")

@@ -24,12 +24,15 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
+from kvstore.device.base import COPY_WAIT_S_MIN, Device
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
 from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
+from kvstore.transport.device_blocks import DeviceBlocks
+from kvstore.transport.device_side import DeviceSide, attach_segment
 from kvstore.transport.memory import map_segment, prefault
 from kvstore.transport.shm_layers import SharedLayerSink, SharedLayerSource
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
@@ -286,6 +289,7 @@ class SharedMemoryLink:
         self._promoting = threading.Lock()
         self._promotions: ShardCalls | None = None
         self._to_release: list[int] = []
+        self._device_side: DeviceSide | None = None
         self.meter = LinkMeter()
         self.boot_id = self._shared.boot_id
         threading.Thread(target=self._shared.warm_up, args=(self._closed,), name="kvstore-warm-up", daemon=True).start()
@@ -298,6 +302,20 @@ class SharedMemoryLink:
         self._number = self._session.open(describe(namespace), Deadline(timeout_s))
         self._namespace = namespace
 
+    def use_device(self, device: Device, timeout_s: float) -> None:
+        """From now on blocks can be fetched into memory of this device as well."""
+        segment = attach_segment(self._session.channel, device, Deadline(timeout_s))
+        self._device_side = DeviceSide(device, self._shared.pool, segment)
+        register = (lambda: self._shared.index.warm_bytes, self._closed)
+        threading.Thread(
+            target=self._device_side.register_pool, args=register, name="kvstore-register", daemon=True
+        ).start()
+
+    @property
+    def reaches_device(self) -> bool:
+        """Whether `fetch` takes device memory. Bytes that are checked have to pass through the processor."""
+        return self._device_side is not None and not self._checksums
+
     def lookup(self, keys: Keys, timeout_s: float) -> Lookup:
         self._require_usable()
         found = self._session.index(Deadline(timeout_s)).probe(keys)
@@ -305,10 +323,10 @@ class SharedMemoryLink:
         self.meter.add(lookup_blocks=len(keys), hit_blocks=int(np.count_nonzero(states)))
         return Lookup(states, found.layers_ready)
 
-    def fetch(self, keys: Keys, into: Blocks, layers: tuple[int, int], timeout_s: float) -> Mask:
+    def fetch(self, keys: Keys, into: Blocks | DeviceBlocks, layers: tuple[int, int], timeout_s: float) -> Mask:
         self._require_usable()
         deadline = Deadline(timeout_s)
-        if len(keys) == 1 and ORDERED_LOADS and not self._checksums:
+        if len(keys) == 1 and ORDERED_LOADS and not self._checksums and not isinstance(into, DeviceBlocks):
             return np.array([self._read_one(keys, into, layers, deadline)])
         filled = np.zeros(len(keys), dtype=np.bool_)
         rows = np.arange(len(keys))
@@ -393,11 +411,18 @@ class SharedMemoryLink:
     def close(self) -> None:
         self._closed.set()
         self._session.channel.close()
+        if self._device_side is not None:
+            self._device_side.close()
         if self._promotions is not None:
             self._promotions.channel.close()
 
     def _read(
-        self, keys: Keys, rows: NDArray[np.int64], into: Blocks, layers: tuple[int, int], deadline: Deadline
+        self,
+        keys: Keys,
+        rows: NDArray[np.int64],
+        into: Blocks | DeviceBlocks,
+        layers: tuple[int, int],
+        deadline: Deadline,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Copy what is there; rows that were filled, rows that lost a race, and rows whose blocks are on the SSD."""
         namespace = self._opened()
@@ -411,16 +436,16 @@ class SharedMemoryLink:
             return there, there, cold
         offsets = probe.offsets[there]
         if ORDERED_LOADS:
-            self._copy_out(into, rows[there], offsets, layers)
-            standing = index.unchanged(probe, there)
+            whole = self._copy_out(into, rows[there], probe, there, layers, deadline)
+            standing = index.unchanged(probe, there) & whole
         else:
             held = self._hold(len(rows), there, probe.take(there), RESERVATION_TTL_S, deadline)
-            self._copy_out(into, rows[there], offsets, layers)
-            standing = held.held[there] & held.valid()
+            whole = self._copy_out(into, rows[there], probe, there, layers, deadline)
+            standing = held.held[there] & held.valid() & whole
             held.release()
         self._shared.note_use(probe.handles[there])
         good = there[standing]
-        if self._checksums:
+        if self._checksums and not isinstance(into, DeviceBlocks):
             matching = self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)
             if not matching.all():
                 # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
@@ -487,17 +512,31 @@ class SharedMemoryLink:
         return False
 
     def _copy_out(
-        self, into: Blocks, rows: NDArray[np.int64], offsets: NDArray[np.int64], layers: tuple[int, int]
-    ) -> None:
+        self,
+        into: Blocks | DeviceBlocks,
+        rows: NDArray[np.int64],
+        probe: Probe,
+        there: NDArray[np.int64],
+        layers: tuple[int, int],
+        deadline: Deadline,
+    ) -> Mask | bool:
+        """Copy blocks that the index has; which copies are whole, if the entries still stand."""
         layer_bytes = self._opened().layer_bytes
         start, size = layers[0] * layer_bytes, (layers[1] - layers[0]) * layer_bytes
-        pool = self._shared.pool_read_only
+        if isinstance(into, DeviceBlocks):
+            assert self._device_side is not None, "see `reaches_device`"
+            wait_s = max(deadline.left_s(), COPY_WAIT_S_MIN)
+            whole, near = self._device_side.copy_out(into, rows, probe.take(there), start, size, wait_s)
+            self.meter.add(segment_blocks=near)
+            return whole
+        pool, offsets = self._shared.pool_read_only, probe.offsets[there] + start
         if isinstance(into, Region):
-            copy_blocks(into.memory, into.offsets[rows], pool, offsets + start, size)
-            return
+            copy_blocks(into.memory, into.offsets[rows], pool, offsets, size)
+            return True
         wanted: list[int] = rows.tolist()
-        for row, offset in zip(wanted, (offsets + start).tolist(), strict=True):
+        for row, offset in zip(wanted, offsets.tolist(), strict=True):
             np.copyto(into.memories[row][:size], pool[offset : offset + size])
+        return True
 
     def _verified(
         self,

@@ -334,6 +334,7 @@ def test_stats_tell_what_went_over_each_link(store: ServerProcess, connect: Conn
         "hit_blocks": 20,
         "read_blocks": 20,
         "read_bytes": 20 * SIZE,
+        "segment_blocks": 0,
         "written_blocks": 20,
         "written_bytes": 20 * SIZE,
     }

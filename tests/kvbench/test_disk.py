@@ -123,3 +123,23 @@ def test_a_folder_without_room_is_refused_before_the_run(tmp_path: Path) -> None
 
 def test_rows_carry_what_the_issue_lists() -> None:
     assert {field.name for field in fields(DiskRow)} >= ROW_FIELDS
+
+
+def test_a_restart_is_timed_and_every_block_compared_afterwards(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, folder = tmp_path / "restart.json", tmp_path / "ssd"
+    folder.mkdir()
+    assert main(["disk", "--restart-blocks", "5000", "--dir", str(folder), "--json", str(out)]) == 0
+    assert capsys.readouterr().out.startswith("restart with 5000 blocks: ready in ")
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["checked"] is True
+    assert 0 < row["ready_s"] <= row["served_s"]
+    assert row["ready_s"] <= row["complete_s"]
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("blocks", ["0", "-1", "10000001"])
+def test_a_restart_of_no_or_too_many_blocks_is_refused(capsys: pytest.CaptureFixture[str], blocks: str) -> None:
+    assert main(["disk", "--restart-blocks", blocks]) == 2
+    assert f"--restart-blocks: {blocks} is out of range" in capsys.readouterr().err

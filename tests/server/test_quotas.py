@@ -57,7 +57,12 @@ def test_a_refused_put_is_an_explicit_answer_and_counted(server: ServerProcess, 
     assert put(server, BOB, 0, 50, transport) == [kvstore.PutStatus.STORED] * 50
 
 
-def test_a_flood_of_one_tenant_leaves_the_share_of_another_alone(server: ServerProcess) -> None:
+def test_a_flood_of_one_tenant_leaves_the_share_of_another_alone() -> None:
+    with ServerProcess(dram="32MiB", shards=2) as server:
+        flood(server)
+
+
+def flood(server: ServerProcess) -> None:
     set_quota(server, ANN, dram_share=8 << 20)
     assert set(put(server, ANN, 0, 100, "shm")) == {kvstore.PutStatus.STORED}
     for first in range(0, 2000, 200):

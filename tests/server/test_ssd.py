@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,38 @@ def test_a_flush_is_final_across_a_restart() -> None:
         with connect(server) as client:
             until(lambda: disk(server)["scan_complete"], what="the scan")
             assert [client.lookup(keys_of(client, batch)).hit_blocks for batch in range(3)] == [0, 0, 0]
+
+
+def test_a_byte_that_flipped_on_the_ssd_costs_its_block_and_no_other(server: ServerProcess) -> None:
+    with connect(server) as client:
+        fill(client, server, range(3))
+    server.kill()
+    slabs = sorted((server.runtime_dir.parent / "data").glob("shard-0/slab-*.kv"))
+    damaged = content(1)[7]
+    (path,) = [slab for slab in slabs if damaged.tobytes() in slab.read_bytes()]
+    at = path.read_bytes().index(damaged.tobytes()) + 12345
+    with path.open("r+b") as slab:
+        slab.seek(at)
+        slab.write(bytes([damaged[12345] ^ 1]))
+    server.start()
+    with connect(server) as client:
+        until(lambda: disk(server)["scan_complete"], what="the scan")
+        assert [right(client, batch) for batch in range(3)] == [BATCH, BATCH - 1, BATCH]
+        assert client.put(keys_of(client, 1), content(1)).stored == 1
+        assert right(client, 1) == BATCH
+
+
+def test_without_its_catalog_the_ssd_starts_empty_and_serves_again(server: ServerProcess) -> None:
+    with connect(server) as client:
+        fill(client, server, range(2))
+    server.kill()
+    shutil.rmtree(server.runtime_dir.parent / "data" / "shard-0" / "catalog")
+    server.start()
+    with connect(server) as client:
+        until(lambda: disk(server)["scan_complete"], what="the scan")
+        assert [right(client, batch) for batch in range(2)] == [0, 0]
+        fill(client, server, range(6))
+        assert [right(client, batch) for batch in range(6)] == [BATCH] * 6
 
 
 def test_only_what_is_used_again_goes_to_the_ssd_by_default() -> None:

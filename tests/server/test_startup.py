@@ -116,6 +116,18 @@ def test_a_damaged_node_file_is_named_with_what_to_do(folder: Path, text: str) -
     assert (data / "node.json").read_text() == text
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--gpu", "cuda:99"), 'device "cuda:99" asked for, but '),
+        (("--gpu", "gpu0"), 'device "gpu0": allowed is host, or cuda: and a number'),
+        (("--gpu", "host", "--gpu-bytes", "1MiB"), "gpu_bytes=1MiB: at least 8MiB for 1 shards"),
+    ],
+)
+def test_a_gpu_tier_that_can_not_be_had_is_named(folder: Path, flags: tuple[str, ...], said: str) -> None:
+    assert said in refusal(folder, *flags)
+
+
 # --- one server, with two workers -------------------------------------------------------------------------------------
 
 

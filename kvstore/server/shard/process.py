@@ -28,6 +28,7 @@ from kvstore.server.children import read_configuration, say_ready
 from kvstore.server.eviction.lru import LruPolicy
 from kvstore.server.eviction.tenants import Quota
 from kvstore.server.shard.blocks import NamespaceInfo
+from kvstore.server.shard.gpu import GpuSide
 from kvstore.server.shard.shard import IndexSegment, Session, Shard
 from kvstore.server.shard.tiering import Admission
 from kvstore.server.tiers.disk.client import DiskLink, start_disk_worker
@@ -75,6 +76,8 @@ class ShardConfig:
     admission: str = Admission.SECOND.value
     watermark_bytes: int = 0
     quotas: dict[str, tuple[int, int, int, int]] = field(default_factory=dict[str, tuple[int, int, int, int]])
+    gpu: str = ""  # device of this shard's segment
+    gpu_bytes: int = 0  # the segment's size
 
 
 class Pool:
@@ -131,6 +134,11 @@ class ShardServer:
         self._disk: DiskSide | None = None
         if config.disk_bytes:
             self._disk = DiskSide(config, self._pool, self._shard)
+        self._gpu: GpuSide | None = None
+        if config.gpu:
+            self._gpu = GpuSide(
+                self._shard, config.gpu, config.gpu_bytes, self._pool.memory, self._pool.touch_board, config.chunk_bytes
+            )
         self._handlers = self._answers()
         self._read_buffer = memoryview(bytearray(READ_BYTES))
         self._selector = selectors.DefaultSelector()
@@ -144,7 +152,7 @@ class ShardServer:
 
     def run(self, control: int) -> None:
         """Serve until `control` (a pipe from the node) is closed."""
-        threading.Thread(target=self._pool.warm_up, name="warm-up", daemon=True).start()
+        threading.Thread(target=self._warm_up, name="warm-up", daemon=True).start()
         self._selector.register(control, selectors.EVENT_READ)
         next_tick_s = 0.0
         while True:
@@ -168,6 +176,8 @@ class ShardServer:
                 self._shard.note_warm(self._pool.warm_bytes)
                 if self._disk is not None:
                     self._disk.tick(now_s)
+                if self._gpu is not None:
+                    self._gpu.tick(now_s)
 
     def close(self) -> None:
         """Remove the socket file; the kernel takes the memory back with the process."""
@@ -175,6 +185,11 @@ class ShardServer:
             self._disk.close()
         self._listener.close()
         Path(self._config.socket_path).unlink(missing_ok=True)
+
+    def _warm_up(self) -> None:
+        self._pool.warm_up()
+        if self._gpu is not None:
+            self._gpu.register_pool()
 
     def _accept(self) -> None:
         try:
@@ -217,7 +232,7 @@ class ShardServer:
     def _handle(self, connection: _Connection, frame: Frame, body: bytes) -> None:
         try:
             if frame.op == _ATTACH:
-                self._attach(connection, frame)
+                self._attach(connection, frame, body)
                 return
             handler = self._handlers.get(frame.op)
             if handler is None:
@@ -307,10 +322,14 @@ class ShardServer:
             int(Op.QUOTAS): quotas,
         }
 
-    def _attach(self, connection: _Connection, frame: Frame) -> None:
+    def _attach(self, connection: _Connection, frame: Frame, asked: bytes) -> None:
         """Descriptors go with the reply: index (read-only), pool (read-only), pool (writable), touch board
-        (writable).
+        (writable). To who asks for the device: its board (read-only), and its segment where that is a descriptor.
         """
+        if asked and decode_json(asked).get("device"):
+            described, device_fds = ({}, []) if self._gpu is None else self._gpu.offer()
+            self._send_with_fds(connection, encode(Op.ATTACH, frame.request, encode_json(described)), device_fds)
+            return
         body = encode_json(
             {
                 "version": PROTOCOL_VERSION,
@@ -326,6 +345,14 @@ class ShardServer:
             connection.sock.sendmsg([encode(Op.ATTACH, frame.request, body)], rights)
         finally:
             os.close(index_fd)
+
+    def _send_with_fds(self, connection: _Connection, data: bytes, fds: list[int]) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            connection.sock.sendmsg([data], rights)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def _send(self, connection: _Connection, data: bytes) -> None:
         """Send now what goes, keep the rest for when the client reads."""
@@ -363,6 +390,7 @@ class ShardServer:
             "namespaces": sorted(shard.namespaces(), key=lambda space: -int(space["bytes"]))[:NAMESPACES_TOLD_MAX],
             "quotas": _told(shard.tenants.describe()),
             **({} if self._disk is None else {"disk": self._disk.stats()}),
+            **({} if self._gpu is None else {"gpu": self._gpu.stats()}),
         }
 
 

@@ -31,6 +31,7 @@ from kvstore.server.allocator import GRANULE_BYTES_MIN, SlotAllocator
 from kvstore.server.eviction.base import EvictionPolicy
 from kvstore.server.eviction.tenants import NOBODY, Quota, Tenants
 from kvstore.server.shard.blocks import BlockTable, Life, NamespaceInfo
+from kvstore.server.shard.device_tier import DeviceTier
 from kvstore.server.shard.tiering import Admission, Disk, Tiering
 from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
 
@@ -123,6 +124,7 @@ class Shard:
         self.allocator = SlotAllocator(pool_bytes, chunk_bytes)
         self.blocks = BlockTable((pool_bytes + disk_bytes) // POOL_UNIT_BYTES)
         self.tiering: Tiering | None = None
+        self.device_tier: DeviceTier | None = None
         self.counters = Counters()
         self.tenants = Tenants(make_policy, self._owners, self._keys_and_values)
         self._watermark_bytes = watermark_bytes
@@ -429,6 +431,8 @@ class Shard:
         self.tenants.admit(done)
         if self.tiering is not None:
             self.tiering.committed(done)
+        if self.device_tier is not None:
+            self.device_tier.committed(done)
         self.counters.committed_blocks += len(done)
         self.counters.committed_bytes += int(self.blocks.size[done].sum())
         self._end_quarantine(session, refs)
@@ -588,6 +592,8 @@ class Shard:
         blocks.holds[handles] = 0
         self._index.relocate(handles, generations, offsets, Tier.DRAM)
         self.tenants.admit(handles)
+        if self.device_tier is not None:
+            self.device_tier.committed(handles)
 
     def forget(self, handles: I64) -> None:
         """These blocks are nowhere any more."""
@@ -749,6 +755,8 @@ class Shard:
             self.tenants.touch(used)
             if self.tiering is not None:
                 self.tiering.used_again(used)
+            if self.device_tier is not None:
+                self.device_tier.used(used)
 
     def _retire(self, handles: I64) -> None:
         """Take blocks out of the index, and their slots back as soon as nobody can touch them."""
@@ -756,6 +764,8 @@ class Shard:
             return
         blocks = self.blocks
         self._index.remove(handles)
+        if self.device_tier is not None:
+            self.device_tier.left(handles)
         blocks.pins[handles] = 0
         blocks.durable[handles] = False
         life = blocks.life[handles]
@@ -919,6 +929,8 @@ class Shard:
             generations = self.next_generations(len(demoted))
             self._index.relocate(demoted, generations, np.zeros(len(demoted), dtype=np.int64), Tier.DISK)
             blocks.generation[demoted] = generations
+            if self.device_tier is not None:
+                self.device_tier.left(demoted)
             blocks.life[demoted] = Life.ON_DISK
             self.free_slots(demoted, blocks.offset[demoted])
             handles = handles[~durable]

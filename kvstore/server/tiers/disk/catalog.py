@@ -16,6 +16,7 @@ would stop all threads of the process for the whole of a disk flush (docs/adr/00
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ from rocksdict import (
     WriteBatch,
 )
 
+from kvstore.core.errors import ConfigError
 from kvstore.core.keys import KEY_DTYPE
 from kvstore.server.tiers.disk.files import sync_folder
 
@@ -61,6 +63,18 @@ _NAMESPACE = struct.Struct("<IIIQ")
 _BARRIER = struct.Struct("<16sQQ")
 _META, _NAMESPACES, _BLOCKS, _BARRIERS = b"m", b"n", b"b", b"t"
 _SEQUENCE_MAX: Final = (1 << 64) - 1
+# The machine's troubles, not the folder's: what was durable is served again when they have passed. RocksDB tells its
+# reasons as text only.
+_PASSING: Final = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EACCES,
+    errno.EROFS,
+    errno.ENOLCK,  # somebody else has it open
+)
 _MEMTABLE_BYTES = 8 << 20
 _CACHE_BYTES = 16 << 20
 _OPEN_FILES_MAX = 64
@@ -141,6 +155,7 @@ class Catalog:
 
     Raises:
         CatalogDamagedError: the folder can't be opened.
+        ConfigError: not now, for a reason that lies outside of it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,6 +165,8 @@ class Catalog:
         try:
             self._db = Rdict(str(folder), _options())
         except Exception as cause:
+            if any(os.strerror(number) in str(cause) for number in _PASSING):
+                raise ConfigError(f"disk tier: {cause}") from cause
             raise CatalogDamagedError(str(cause)) from cause
 
     def meta(self) -> Meta | None:

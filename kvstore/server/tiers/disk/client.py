@@ -46,7 +46,7 @@ from kvstore.server.tiers.disk.messages import (
 )
 
 STORE_BYTES_MAX = 256 << 20  # payload of stores without an answer
-STORE_SHARE = 4  # of the pool, where that is less: these blocks can't be evicted meanwhile, and puts want room
+STORE_SHARE = 0.75  # of the pool, where that is less: these blocks can't be evicted meanwhile, and puts want room
 LOAD_BLOCKS_MAX = 16384
 _READ_BYTES = 1 << 18
 _REQUESTS_MAX = (1 << 32) - 1
@@ -76,7 +76,7 @@ def start_disk_worker(
         }
         module = "kvstore.server.tiers.disk.process"
         child = Child(f"disk worker {shard}", module, configuration, pass_fds=[pool_fd, theirs.fileno()])
-    return child, DiskLink(ours, store_bytes_max=min(STORE_BYTES_MAX, pool_bytes // STORE_SHARE))
+    return child, DiskLink(ours, store_bytes_max=min(STORE_BYTES_MAX, int(pool_bytes * STORE_SHARE)))
 
 
 class DiskLink:

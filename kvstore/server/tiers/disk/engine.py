@@ -87,7 +87,7 @@ class DiskTier:
         files: the file layer.
 
     Raises:
-        ConfigError: another engine uses the folder, it can't be made, or the capacity is too small.
+        ConfigError: another engine uses the folder, it can't be made or opened, or the capacity is too small.
     """
 
     def __init__(
@@ -95,7 +95,11 @@ class DiskTier:
     ) -> None:
         self._lock = FolderLock(folder)
         self._folder = folder
-        opened = open_or_set_aside(folder / "catalog")
+        try:
+            opened = open_or_set_aside(folder / "catalog")
+        except ConfigError:
+            self._lock.close()
+            raise
         slab_bytes = opened.meta.slab_bytes if opened.meta else slab_bytes_for(capacity_bytes)
         if capacity_bytes < slab_bytes:
             opened.catalog.close()

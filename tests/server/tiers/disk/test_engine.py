@@ -446,6 +446,19 @@ def test_a_damaged_catalog_is_set_aside_and_nothing_wrong_is_served(
     last.close()
 
 
+def test_a_catalog_that_can_not_be_opened_at_the_moment_is_kept(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.store(range(10))
+    rig.close()
+    in_use = Catalog(tmp_path / "catalog")
+    with pytest.raises(ConfigError, match="lock"):
+        Rig(tmp_path)
+    in_use.close()
+    again = Rig(tmp_path)
+    assert again.load(range(10)) == [OK] * 10
+    again.close()
+
+
 def test_damage_found_while_serving_drops_everything_and_tells_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
