@@ -55,6 +55,7 @@ class Op(IntEnum):
     WRITE = 18  # data port: payload of reserved blocks in, commits
     TOUCH = 19
     PROMOTE = 20  # bring blocks from the SSD into the pool; answered when they are there, or in time
+    CHAINS = 21  # what was asked for by readers that the shard does not hear of
     QUOTAS = 22  # local socket, from the node: what each tenant may have
 
 
