@@ -434,7 +434,7 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
         type=_size,
         default=disk.DEFAULT_FOOTPRINT_BYTES,
         metavar="SIZE",
-        help="bytes of blocks that each operation walks through; the DRAM tier has a third of it, and three times as much "
+        help="bytes of blocks that each operation walks through; the DRAM tier has less than half of it, and three times as much "
         f"disk is used (default: {format_size(disk.DEFAULT_FOOTPRINT_BYTES)})",
     )
     parser.add_argument(

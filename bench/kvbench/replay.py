@@ -361,6 +361,7 @@ def _server(plan: ReplayPlan, pool_bytes: int, policy: str) -> ServerProcess:
         chunk=_CHUNK_BYTES,
         disk=plan.disk_bytes,
         admission=plan.admission,
+        watermark=0,  # a capacity is a capacity
         key_seed=0,
         policy=policy,
     )
