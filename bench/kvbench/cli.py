@@ -29,11 +29,11 @@ from kvbench.plan import (
 )
 from kvbench.plot import plot_disk, plot_index, plot_replay, plot_scale, plot_transfer, require_plot
 from kvbench.progress import progress
-from kvbench.replay import POLICIES
 from kvbench.trace import read_trace
 from kvstore.core.errors import KvStoreError, UsageError
 from kvstore.core.sizes import format_size, parse_size
 from kvstore.server.config import ADMISSIONS
+from kvstore.server.eviction import POLICIES
 
 _EXIT_WRONG = 1  # the run failed, or content was wrong
 _EXIT_USAGE = 2
@@ -434,7 +434,7 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
         type=_size,
         default=disk.DEFAULT_FOOTPRINT_BYTES,
         metavar="SIZE",
-        help="bytes of blocks that each operation walks through; the DRAM tier has a third of it, and three times as much "
+        help="bytes of blocks that each operation walks through; the DRAM tier has less than half of it, and three times as much "
         f"disk is used (default: {format_size(disk.DEFAULT_FOOTPRINT_BYTES)})",
     )
     parser.add_argument(
@@ -472,10 +472,10 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         nargs="+",
-        choices=POLICIES,
-        default=list(POLICIES[:1]),
+        choices=tuple(POLICIES),
+        default=[next(iter(POLICIES))],
         metavar="P",
-        help=f"eviction policies, of {', '.join(POLICIES)} (default: {POLICIES[0]})",
+        help=f"eviction policies, of {', '.join(POLICIES)} (default: {next(iter(POLICIES))})",
     )
 
 

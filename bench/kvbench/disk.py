@@ -84,7 +84,7 @@ class DiskPlan:
 
     Args:
         sizes: block sizes, four rows each.
-        footprint_bytes: of the ring; all else follows from it. DRAM tier: a third of it; SSD tier: twice as much.
+        footprint_bytes: of the ring; all else follows from it. DRAM tier: four ninths of it; SSD tier: twice as much.
         seconds: wall-clock time per row, its limit and its checks included.
         seed: block content and keys follow from it.
         folder: where the server's data and the direct file go, in a folder that is removed afterwards.
@@ -118,8 +118,10 @@ class DiskPlan:
 
     @property
     def dram_bytes(self) -> int:
-        """DRAM tier of the server: two thirds of the ring have always been dropped from it."""
-        return self.footprint_bytes // 3
+        """DRAM tier of the server: more than half of the ring has always been dropped from it, and a turn of writes is
+        less than what may be on its way to the SSD.
+        """
+        return self.footprint_bytes * 4 // 9
 
     @property
     def disk_bytes(self) -> int:
@@ -416,7 +418,11 @@ def _bench(plan: DiskPlan, ring: Ring, mine: U8, near: U8) -> Iterator[DiskBench
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvbench-", dir=plan.folder)))
         # Only the data goes there: the path of a local socket may not be as long as that of a folder.
         server = ServerProcess(
-            dram=str(plan.dram_bytes), disk=plan.disk_bytes, admission="always", data_dir=folder / "data"
+            dram=str(plan.dram_bytes // MIB * MIB),
+            disk=plan.disk_bytes,
+            admission="always",
+            policy="lru",  # so that what comes round again is what was dropped
+            data_dir=folder / "data",
         )
         stack.callback(server.close)
         server.start()

@@ -45,7 +45,6 @@ Keys = NDArray[np.void]
 Note = Callable[[str], None]
 Part = Callable[[float], None]
 
-POLICIES: Final = ("lru",)  # of the server, its default first
 DEFAULT_FRACTIONS: Final = (0.02, 0.05, 0.10, 0.25)
 DEFAULT_BLOCK_BYTES: Final = 4096
 DEFAULT_ADMISSION: Final = "second"
@@ -356,10 +355,15 @@ class ReplayBench:
 
 
 def _server(plan: ReplayPlan, pool_bytes: int, policy: str) -> ServerProcess:
-    assert policy in POLICIES
     # The seed of keys is given so that the keys of a trace are made once for all servers.
     return ServerProcess(
-        dram=str(pool_bytes), chunk=_CHUNK_BYTES, disk=plan.disk_bytes, admission=plan.admission, key_seed=0
+        dram=str(pool_bytes),
+        chunk=_CHUNK_BYTES,
+        disk=plan.disk_bytes,
+        admission=plan.admission,
+        watermark=0,  # a capacity is a capacity
+        key_seed=0,
+        policy=policy,
     )
 
 

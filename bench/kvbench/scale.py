@@ -203,7 +203,7 @@ def measure_memory(plan: ScalePlan, policy: str) -> MemoryRow:
         layout=OpaqueLayout("scale", 1, _PAYLOAD_BYTES),
     )
     with ExitStack() as stack:
-        server = ServerProcess(dram=str(pool_bytes), disk="0", watermark="0")
+        server = ServerProcess(dram=str(pool_bytes), watermark=0, policy=policy)
         stack.callback(server.close)
         server.start()
         server.wait_warm()

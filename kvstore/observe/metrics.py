@@ -25,6 +25,7 @@ _HELP = {
     "leases": "leases granted",
     "expired_leases": "leases that ran out",
     "index_resizes": "times the index moved to a larger table",
+    "noted_requests": "requests for reading that clients told of, for the eviction policy",
     "client_lookup_blocks": "blocks that clients asked for",
     "client_hit_blocks": "of those, blocks that were there",
     "client_read_blocks": "blocks that clients read",

@@ -28,6 +28,7 @@ GPU_BYTES_MIN = 8 << 20
 DISK_BYTES_MAX = 64 << 30  # unless told otherwise
 _NOT_GIVEN = -1
 ADMISSIONS = ("always", "second", "never")
+POLICY_NAMES = ("reuse", "lru", "s3fifo")  # those of `kvstore.server.eviction.POLICIES`
 SHARE_OF_MEMORY = 4  # the DRAM tier takes one part in four of what is available
 SOCKET_PATH_BYTES_MAX = 100  # the kernel's limit is 107; a few are kept for the file name's digits
 _MIB = 1 << 20
@@ -90,6 +91,10 @@ class ServerConfig:
             "help": "DRAM tier of all shards together; a quarter of the available memory unless given",
             "size": True,
         },
+    )
+    policy: str = field(
+        default=POLICY_NAMES[0],
+        metadata={"help": "what is evicted from DRAM: reuse (forecast from the traffic), lru, s3fifo"},
     )
     chunk: int = field(
         default=CHUNK_BYTES,
@@ -157,6 +162,8 @@ class ServerConfig:
                 f"disk={format_size(self.disk)}: allowed is 0 (none) or at least {format_size(self.shards * DISK_BYTES_MIN)}"
             )
         _require("watermark", self.watermark, 0, 50)
+        if self.policy not in POLICY_NAMES:
+            raise ConfigError(f"policy={self.policy!r}: allowed is one of {', '.join(POLICY_NAMES)}")
         if self.admission not in ADMISSIONS:
             raise ConfigError(f"admission={self.admission!r}: allowed is one of {', '.join(ADMISSIONS)}")
         if self.gpu:

@@ -26,6 +26,7 @@ from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, 
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader, Probe
 from kvstore.server.children import read_configuration, say_ready
+from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.shm import PROMOTION_SHARE, LocalSession, SharedShard, connect_local
@@ -176,6 +177,7 @@ class _Connection:
         self._stream = stream
         self._session: LocalSession = cast("LocalSession", None)
         self._known_sums: KnownSums = cast("KnownSums", None)
+        self._asked = ChainLog()
         self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write
         self._layer_sums: dict[int, NDArray[np.uint64]] = {}  # generation -> sums of the layers that have come
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
@@ -235,6 +237,10 @@ class _Connection:
             case Op.OPEN:
                 self._open(frame, body, deadline)
             case op if op in _FORWARDED:
+                # A client reports every few seconds, and a put has to come after its request.
+                self._session.tell(self._asked, Deadline(SHARD_TIMEOUT_S))
+                if op == Op.RESERVE:
+                    self._asked.end(KeyRequest.decode(body).keys)
                 if op in {Op.COMMIT, Op.ABORT}:
                     self._settle(Op(op), RefRequest.decode(body))
                 if frame.flags & NO_REPLY:
@@ -254,6 +260,7 @@ class _Connection:
         self._reply(frame, number.to_bytes(2, "little"), deadline)
 
     def _lookup(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
+        self._asked.note(request.keys)
         found = self._index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
         rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
         rows["state"] = found.states_in(request.namespace)
@@ -262,6 +269,7 @@ class _Connection:
 
     def _fetch(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
         layers, layer_bytes = self._geometry(request.namespace)
+        self._asked.note(request.keys)
         first, end = request.layers
         if not 0 <= first < end <= layers:
             raise UsageError(f"layers {first}:{end} of a block that has {layers}")

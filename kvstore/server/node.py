@@ -174,6 +174,7 @@ class ShardHandle:
             socket_path=str(self.socket_path),
             pool_bytes=self._config.pool_bytes_per_shard,
             chunk_bytes=self._config.chunk_bytes,
+            policy=self._config.policy,
             disk_dir=str(self._config.data_dir / f"shard-{self.number}"),
             disk_bytes=self._config.disk_bytes_per_shard,
             admission=self._config.admission,

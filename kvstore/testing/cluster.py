@@ -193,7 +193,7 @@ class ServerProcess:
         finally:
             for pid in pids[1:]:
                 with contextlib.suppress(TimeoutError):
-                    _until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), STOP_TIMEOUT_S, f"end of process {pid}")
+                    _until(lambda pid=pid: _ended(pid), STOP_TIMEOUT_S, f"end of process {pid}")
             if process.stdout is not None:
                 process.stdout.close()
             self._process = None
@@ -218,6 +218,14 @@ class ServerProcess:
         process.stdout.close()
         self._process = None
         raise RuntimeError(f"kvstore-server ended at its start with code {code}")
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process is gone. One that nobody has waited for yet has let go of everything, too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def _open_files(pid: int) -> set[str]:

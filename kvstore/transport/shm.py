@@ -29,6 +29,7 @@ from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
 from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
 from kvstore.transport.buffers import Blocks, Region
+from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.device_blocks import DeviceBlocks
@@ -232,6 +233,11 @@ class ShardCalls:
         """What each tenant may have of this shard: limit and share of DRAM, limit and share of the SSD, in bytes."""
         self.channel.call(Op.QUOTAS, encode_json(dict(quotas)), deadline)
 
+    def tell(self, asked: ChainLog, deadline: Deadline) -> None:
+        """What readers asked for, without waiting for an answer."""
+        for body in asked.take():
+            self.channel.post(Op.CHAINS, body, deadline)
+
     def ask(self, op: Op, request: KeyRequest, deadline: Deadline) -> Mask:
         """DELETE, PIN or TOUCH: which keys were there."""
         return np.frombuffer(self.channel.call(op, request.encode(), deadline), dtype=np.bool_, count=len(request.keys))
@@ -290,6 +296,7 @@ class SharedMemoryLink:
         self._promotions: ShardCalls | None = None
         self._to_release: list[int] = []
         self._device_side: DeviceSide | None = None
+        self._asked = ChainLog()
         self.meter = LinkMeter()
         self.boot_id = self._shared.boot_id
         threading.Thread(target=self._shared.warm_up, args=(self._closed,), name="kvstore-warm-up", daemon=True).start()
@@ -319,6 +326,7 @@ class SharedMemoryLink:
     def lookup(self, keys: Keys, timeout_s: float) -> Lookup:
         self._require_usable()
         found = self._session.index(Deadline(timeout_s)).probe(keys)
+        self._asked.note(keys)
         states = found.states_in(self._number)
         self.meter.add(lookup_blocks=len(keys), hit_blocks=int(np.count_nonzero(states)))
         return Lookup(states, found.layers_ready)
@@ -326,6 +334,7 @@ class SharedMemoryLink:
     def fetch(self, keys: Keys, into: Blocks | DeviceBlocks, layers: tuple[int, int], timeout_s: float) -> Mask:
         self._require_usable()
         deadline = Deadline(timeout_s)
+        self._asked.note(keys)
         if len(keys) == 1 and ORDERED_LOADS and not self._checksums and not isinstance(into, DeviceBlocks):
             return np.array([self._read_one(keys, into, layers, deadline)])
         filled = np.zeros(len(keys), dtype=np.bool_)
@@ -347,6 +356,9 @@ class SharedMemoryLink:
     def store(self, keys: Keys, blocks: Blocks, timeout_s: float) -> U8:
         self._require_usable()
         deadline = Deadline(timeout_s)
+        # On the same socket and before the put, so that the shard hears of a request in the order of its calls.
+        self._session.tell(self._asked, deadline)
+        self._asked.end(keys)
         statuses = np.empty(len(keys), dtype=np.uint8)
         for first in range(0, len(keys), KEYS_MAX):
             part = np.arange(first, min(first + KEYS_MAX, len(keys)))
@@ -358,6 +370,7 @@ class SharedMemoryLink:
     def lease(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedHeldBlocks:
         self._require_usable()
         namespace, deadline = self._opened(), Deadline(timeout_s)
+        self._asked.note(keys)
         probe = self._session.index(deadline).probe(keys)
         there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
         if len(there) < len(keys):
@@ -401,6 +414,7 @@ class SharedMemoryLink:
         return self._session.ask(Op.TOUCH, KeyRequest(self._number, keys), Deadline(timeout_s))
 
     def tidy(self, timeout_s: float) -> None:
+        self._session.tell(self._asked, Deadline(timeout_s))
         leases, self._to_release = self._to_release, []
         if leases:
             self._session.release(leases, Deadline(timeout_s))

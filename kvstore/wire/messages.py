@@ -1,4 +1,4 @@
-"""Bodies of the data protocol: three request shapes and one row type per kind of answer, all fixed-width.
+"""Bodies of the data protocol: four request shapes and one row type per kind of answer, all fixed-width.
 
 A batch is one numpy array, so hundreds of keys are encoded and decoded in a few steps. `decode` checks every length
 before it looks at the content; what doesn't fit is a `ProtocolError`.
@@ -143,6 +143,41 @@ class LeaseRequest:
         """
         ttl_ms, count = _unpack(_LEASE_HEAD, body)
         return cls(cast("NDArray[np.uint64]", _array(body, _LEASE_HEAD.size, U64, count, exact=True)), ttl_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """CHAINS: the keys of requests for reading, hits and misses, in prefix order, oldest request first.
+
+    The body is words of 64 bits: how many chains, the length of each, then the low words of all their keys.
+    """
+
+    chains: list[NDArray[np.uint64]]
+
+    def encode(self) -> bytes:
+        """The body."""
+        heads = np.array([len(self.chains), *map(len, self.chains)], dtype=U64)
+        return heads.tobytes() + b"".join(chain.tobytes() for chain in self.chains)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Chains:
+        """Read a body.
+
+        Raises:
+            ProtocolError: wrong length, or a chain of more than KEYS_MAX keys.
+        """
+        words = decode_rows(body, U64, len(body) // U64.itemsize)
+        if not len(words) or int(words[0]) >= len(words):
+            raise ProtocolError("a message of chains that does not say how long they are")
+        count = int(words[0])
+        lengths = words[1 : 1 + count]
+        if (lengths > KEYS_MAX).any():
+            raise ProtocolError(f"a chain of {lengths.max()} keys; at most {KEYS_MAX}")
+        ends = np.cumsum(lengths.astype(np.int64)) + 1 + count
+        if (int(ends[-1]) if count else 1) != len(words):
+            raise ProtocolError(f"{len(words)} words do not hold {count} chains")
+        starts = [1 + count, *ends[:-1].tolist()] if count else []
+        return cls([words[start:end] for start, end in zip(starts, ends.tolist(), strict=True)])
 
 
 def encode_json(value: dict[str, Any]) -> bytes:

@@ -27,7 +27,7 @@ Call = Callable[[kvstore.Client, kvstore.BlockKeys, kvstore.BlockKeys], object]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(dram=str(POOL)) as server:
+    with ServerProcess(dram=str(POOL), policy="lru") as server:  # the tests rely on what was not used for longest going
         yield server
 
 

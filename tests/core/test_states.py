@@ -11,6 +11,7 @@ def test_the_numbers_of_states_are_what_the_index_and_the_wire_hold() -> None:
         "PENDING": 2,
         "NO_ROOM": 3,
         "FAILED": 4,
+        "OVER_QUOTA": 5,
     }
 
 

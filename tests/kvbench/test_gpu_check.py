@@ -71,7 +71,7 @@ def test_a_test_that_failed_or_did_not_run_is_no_proof(
 def test_the_tests_are_run_and_counted() -> None:
     tests = module.run_tests("host")
     assert tests.good
-    assert tests.passed > 20
+    assert tests.passed > 10
 
 
 def test_wrong_bytes_are_no_figure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

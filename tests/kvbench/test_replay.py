@@ -11,8 +11,11 @@ import pytest
 from kvbench.cli import main
 from kvbench.memory import arena
 from kvbench.replay import NumberedContent, ReplayPlan, ReplayRow, capacities_of, run_replay
+from kvbench.simulate import simulated_hit_rate
 from kvbench.trace import Trace, read_trace
 from kvstore.core.errors import UsageError
+from kvstore.server.eviction import POLICIES
+from kvstore.testing.conformance import keys_of
 from tests.kvbench.traces import made_up_prompts, write_trace
 
 ROW_FIELDS = {
@@ -34,8 +37,10 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
     return read_trace(write_trace(tmp_path_factory.mktemp("traces") / "made-up.jsonl", made_up_prompts(300)))
 
 
-def replay(trace: Trace, *capacities: int | None, disk_bytes: int = 0, admission: str = "second") -> list[ReplayRow]:
-    plan = ReplayPlan(capacities=capacities, policies=("lru",), disk_bytes=disk_bytes, admission=admission)
+def replay(
+    trace: Trace, *capacities: int | None, disk_bytes: int = 0, admission: str = "second", policy: str = "lru"
+) -> list[ReplayRow]:
+    plan = ReplayPlan(capacities=capacities, policies=(policy,), disk_bytes=disk_bytes, admission=admission)
     return run_replay(trace, plan, note=lambda _: None, step=lambda _: None, part=lambda _: None)
 
 
@@ -71,6 +76,14 @@ def test_a_small_cache_holds_exactly_that_many_blocks_and_hits_as_its_policy_doe
         assert row.evicted_blocks > 0
         assert row.hit_rate_blocks == pytest.approx(lru_hits(trace, row.capacity_blocks) / trace.references, abs=0.01)
         assert row.checked
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_server_hits_as_its_policy_does_alone(trace: Trace, policy: str) -> None:
+    (row,) = replay(trace, 150, policy=policy)
+    keys = keys_of(np.arange(trace.distinct_blocks))
+    assert row.hit_rate_blocks == pytest.approx(simulated_hit_rate(trace, keys, 150, POLICIES[policy]), abs=0.01)
+    assert row.checked
 
 
 def test_an_ssd_below_brings_back_what_dram_has_dropped(trace: Trace) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.server.cli import main
+from kvstore.server.config import POLICY_NAMES
+from kvstore.server.eviction import POLICIES
 
 Capture = pytest.CaptureFixture[str]
 
@@ -68,6 +70,13 @@ def test_a_variable_that_is_no_setting_is_none_of_our_business(
     monkeypatch.setenv("KVSTORE_ADDRESS", "gpu7:7400")
     monkeypatch.setenv("KVSTORE_RACE_SECONDS", "1")
     assert "address" not in shown(capsys)
+
+
+def test_every_eviction_policy_can_be_chosen_and_the_default_is_the_same_everywhere(capsys: Capture) -> None:
+    assert tuple(POLICIES) == POLICY_NAMES
+    assert shown(capsys)["policy"] == POLICY_NAMES[0]
+    for name in POLICIES:
+        assert shown(capsys, "--policy", name)["policy"] == name
 
 
 @pytest.mark.parametrize(("text", "dram"), [('"8GiB"', "8GiB"), ('"80GB"', "80GB"), ("1073741824", "1GiB")])
@@ -141,6 +150,7 @@ def test_a_wrong_value_in_a_variable_is_named_by_the_variable(capsys: Capture, m
             ["--control-port", "9", "--http-port", "9"],
             "control_port, data_port and http_port must differ: [9, 7401, 9]",
         ),
+        (["--policy", "mru"], "policy='mru': allowed is one of reuse, lru, s3fifo"),
         (["--key-seed", "-2"], "key_seed=-2: allowed is -1 (random) or 0 to 2**64 - 1"),
         (["--key-algorithm", "md5"], "key_algorithm: algorithm='md5': allowed is one of xxh3-128, blake3"),
         (["--runtime-dir", "/" + "x" * 100], "too long for a socket path; at most 60 bytes"),

@@ -47,6 +47,7 @@ METRICS = [
     "kvstore_leases",
     "kvstore_expired_leases",
     "kvstore_index_resizes",
+    "kvstore_noted_requests",
     "kvstore_client_lookup_blocks",
     "kvstore_client_hit_blocks",
     "kvstore_client_read_blocks",

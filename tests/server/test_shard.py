@@ -1,5 +1,7 @@
 """What a shard decides, case by case; the model test next door covers the combinations."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -295,3 +297,19 @@ def test_there_is_a_limit_on_namespaces() -> None:
         shard.open_namespace(NamespaceInfo(number.to_bytes(16, "big"), 1, 100, ""))
     with pytest.raises(UsageError, match=f"{NAMESPACES_MAX} namespaces already"):
         shard.open_namespace(namespace(99, 1, 100))
+
+
+def test_the_policy_is_told_each_blocks_key_and_the_value_of_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    shard, _ = new_shard()
+    told: list[tuple[list[int], list[float]]] = []
+
+    def admit(handles: np.ndarray, low: np.ndarray, values: np.ndarray) -> None:
+        assert len(handles) == len(low)
+        told.append((low.tolist(), values.tolist()))
+
+    monkeypatch.setattr(shard.tenants.policy(0), "admit", admit)
+    session = shard.open_session()
+    for number, value in ((1, 1.0), (2, 0.25)):
+        space = shard.open_namespace(replace(namespace(number, 1, 4096), value=value))
+        store(shard, session, space, [10 * number, 10 * number + 1])
+    assert told == [(keys(10, 11)["lo"].tolist(), [1.0, 1.0]), (keys(20, 21)["lo"].tolist(), [0.25, 0.25])]

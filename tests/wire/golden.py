@@ -16,6 +16,7 @@ from kvstore.wire.messages import (
     REPORT_FIELDS,
     RESERVE_ROW,
     U64,
+    Chains,
     KeyRequest,
     LeaseRequest,
     RefRequest,
@@ -76,6 +77,8 @@ def frames() -> dict[str, bytes]:
     }
     named = {op.name: encode(op, op, body) for op, body in requests.items()}
     named["RELEASE"] = encode(Op.RELEASE, Op.RELEASE, LeaseRequest(LEASES).encode(), flags=NO_REPLY)
+    chains = Chains([KEYS["lo"].copy(), KEYS["lo"][:1].copy()])
+    named["CHAINS"] = encode(Op.CHAINS, Op.CHAINS, chains.encode(), flags=NO_REPLY)
     named["WRITE"] = encode(Op.WRITE, Op.WRITE, RefRequest(REFS, namespace=3).encode(), payload_bytes=2 * (1024 + 16))
     return named | answers
 

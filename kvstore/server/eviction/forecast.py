@@ -188,8 +188,8 @@ def _span(ages: I64) -> I64:
 def _edges(counts: F64, shares: tuple[float, ...]) -> I64:
     """The last span of each part, when parts end at these shares of all. Shape of `shares`."""
     below = np.cumsum(counts)
-    edges: I64 = np.searchsorted(below, below[-1] * np.array(shares))
-    return edges
+    ends = below[-1] * np.array(shares)
+    return np.array([np.count_nonzero(below < end) for end in ends], dtype=np.int64)
 
 
 def _hazards(used: F64, unused: F64, prior: F64 | float, prior_blocks: float) -> F64:

@@ -3,7 +3,8 @@
 What a block is worth is its forecast (`forecast.py`: expected hits for each request that it stays) times the value of
 its bytes. Blocks that one request used last and that are alike form a run (`runs.py`), so that there are far fewer runs
 than blocks. For an eviction up to SAMPLE runs, evenly spread over all, are ranked, and the worst ones of these lose
-their deepest blocks: the cost does not depend on how many blocks there are. Of equal ones the least recently used goes.
+their deepest blocks: the cost does not depend on how many blocks there are. Of equal ones the least recently used goes,
+and the youngest of all go only when there is nothing else.
 
 Clients that read through shared memory leave a trace on the touch board (one word per block, the tick of the last use).
 A block that comes up for eviction with a newer trace than it was listed with is listed anew, as used just now.
@@ -24,6 +25,7 @@ U64 = NDArray[np.uint64]
 F64 = NDArray[np.float64]
 
 SAMPLE: Final = 512
+SPARED_SHARE: Final = 0.05  # of the blocks, the youngest, go last: who put or found them is about to read them
 WORST_SHARE: Final = 8  # one part in so many of a sample may be evicted before the next one is drawn
 
 
@@ -107,9 +109,14 @@ class ReusePolicy:
         if runs.count > SAMPLE:
             self._offset = (self._offset + 1) % runs.count
             rows = (rows * (runs.count // SAMPLE) + self._offset) % runs.count
-        worth = self._forecast.ranks(runs.kinds[rows], runs.times[rows]) * runs.values[rows]
+        times = runs.times[rows]
+        worth = self._forecast.ranks(runs.kinds[rows], times) * runs.values[rows]
         # Of equal ones the oldest; what was entered last by one request is the deepest part of its chain.
-        order = np.lexsort((-runs.starts[rows], runs.times[rows], worth))
+        lengths = runs.ends[rows] - runs.starts[rows]
+        young_first = np.argsort(-times, kind="stable")
+        spared = np.zeros(len(rows), dtype=np.bool_)
+        spared[young_first] = np.cumsum(lengths[young_first]) <= SPARED_SHARE * lengths.sum()
+        order = np.lexsort((-runs.starts[rows], times, worth, spared))
         return rows[order] if runs.count <= SAMPLE else rows[order[: SAMPLE // WORST_SHARE]]
 
     def _reach(self, handles: int) -> None:

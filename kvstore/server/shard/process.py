@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import BlockTooLarge, NamespaceMismatch, ProtocolError, Unavailable, UsageError
 from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.children import read_configuration, say_ready
-from kvstore.server.eviction.lru import LruPolicy
+from kvstore.server.eviction import POLICIES
 from kvstore.server.eviction.tenants import Quota
 from kvstore.server.shard.blocks import NamespaceInfo
 from kvstore.server.shard.gpu import GpuSide
@@ -37,6 +37,7 @@ from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Frame, FrameReader, 
 from kvstore.wire.messages import (
     REPORT_FIELDS,
     U64,
+    Chains,
     KeyRequest,
     LeaseRequest,
     RefRequest,
@@ -50,6 +51,7 @@ SESSIONS_MAX = 4096
 LABEL_CHARS_MAX = 200
 TENANTS_TOLD_MAX = 1024
 TENANT_PATTERN = "[0-9a-z-]{1,32}"
+VALUE_MIN = 1e-6  # of a byte of a namespace, relative to others
 NAMESPACES_TOLD_MAX = 256  # the largest ones: an answer has to fit into one message
 BACKLOG_BYTES_MAX = 8 << 20  # unread replies; a client that lets more pile up is disconnected
 TICK_S = 0.1
@@ -71,6 +73,7 @@ class ShardConfig:
     socket_path: str
     pool_bytes: int
     chunk_bytes: int
+    policy: str  # a name of `POLICIES`
     disk_dir: str = ""  # of this shard's SSD tier
     disk_bytes: int = 0  # its capacity; 0 = none
     admission: str = Admission.SECOND.value
@@ -126,7 +129,7 @@ class ShardServer:
             pool_bytes=config.pool_bytes,
             chunk_bytes=config.chunk_bytes,
             new_segment=IndexMemory().new_segment,
-            make_policy=lambda: LruPolicy(self._pool.touch_board),
+            make_policy=lambda: POLICIES[config.policy](self._pool.touch_board),
             disk_bytes=config.disk_bytes,
             watermark_bytes=config.watermark_bytes,
         )
@@ -296,6 +299,10 @@ class ShardServer:
             shard.note_report(dict(zip(REPORT_FIELDS, amounts, strict=True)))
             return b""
 
+        def note_chains(_: Session, body: bytes, __: float, ___: Later) -> bytes:
+            shard.note_chains(Chains.decode(body).chains)
+            return b""
+
         return {
             int(Op.OPEN): lambda _, body, __, ___: shard.open_namespace(_namespace_info(decode_json(body))).to_bytes(
                 2, "little"
@@ -320,6 +327,7 @@ class ShardServer:
             int(Op.STATS): lambda _, __, ___, ____: encode_json(self._stats()),
             int(Op.REPORT): report,
             int(Op.QUOTAS): quotas,
+            int(Op.CHAINS): note_chains,
         }
 
     def _attach(self, connection: _Connection, frame: Frame, asked: bytes) -> None:
@@ -487,6 +495,7 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
             layer_bytes=int(description["layer_bytes"]),
             label=_printable(str(description.get("label", ""))[:LABEL_CHARS_MAX]),
             tenant=str(description.get("tenant", DEFAULT_TENANT)),
+            value=float(description.get("value", 1.0)),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as cause:  # JSON knows infinity
         raise UsageError("a namespace is announced as digest (hex), layers, layer_bytes, label") from cause
@@ -494,6 +503,8 @@ def _namespace_info(description: dict[str, Any]) -> NamespaceInfo:
         raise UsageError("a namespace has a digest of 16 bytes, 1 to 4096 layers and at least one byte per layer")
     if not re.fullmatch(TENANT_PATTERN, info.tenant):
         raise UsageError(f"tenant {info.tenant[:40]!r}: allowed are {TENANT_PATTERN}")
+    if not VALUE_MIN <= info.value <= 1 / VALUE_MIN:  # false of NaN too
+        raise UsageError(f"a namespace's value is {VALUE_MIN:g} to {1 / VALUE_MIN:g}")
     return info
 
 

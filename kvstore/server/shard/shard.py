@@ -75,6 +75,7 @@ class Counters:
     leases: int = 0
     expired_leases: int = 0
     index_resizes: int = 0
+    noted_requests: int = 0
     client_lookup_blocks: int = 0
     client_hit_blocks: int = 0
     client_read_bytes: int = 0
@@ -294,6 +295,7 @@ class Shard:
         """Readers tell what they asked for, hits and misses: low words of keys, one array for each request."""
         for chain in chains:
             self.tenants.note_request(chain)
+            self.counters.noted_requests += 1
 
     def promote(self, request: KeyRequest, now_s: float, done: Callable[[], None]) -> None:
         """Bring blocks from the SSD into the pool; `done` is called when they are there or can't be, or after
