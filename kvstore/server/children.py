@@ -20,6 +20,9 @@ from typing import Any
 from kvstore.core.errors import Unavailable
 
 STOP_TIMEOUT_S = 5.0
+# Tables that have grown out of their memory give it back to the system. By default glibc would keep pieces of up to
+# 32 MiB for itself once it has seen such sizes, and a shard with a million blocks would take half as much again.
+LARGE_BYTES = 1 << 20
 
 
 def read_configuration() -> dict[str, Any]:
@@ -62,7 +65,12 @@ class Child:
     def __init__(self, name: str, module: str, configuration: dict[str, Any], pass_fds: Sequence[int] = ()) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=pass_fds, bufsize=0
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=pass_fds,
+            bufsize=0,
+            env={"MALLOC_MMAP_THRESHOLD_": str(LARGE_BYTES), **os.environ},
         )
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(configuration).encode() + b"\n")

@@ -60,7 +60,7 @@ _SCAN_ROWS: Final = 16384  # of the history that each round of steps looks at
 _MEMORY: Final = 4  # counts are halved each time that so many times the history's rows have been noted
 
 _ROWS_MIN: Final = 1 << 16
-_ROWS_MAX: Final = 1 << 22
+_ROWS_MAX: Final = 1 << 21  # 42 MB
 _ROWS_PER_BLOCK: Final = 32  # of the cache: what is reused after it left is learned from as well
 _KIND_BITS: Final = 16
 _KIND_MASK: Final = np.uint32((1 << _KIND_BITS) - 1)

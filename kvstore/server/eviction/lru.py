@@ -120,6 +120,6 @@ class LruPolicy:
     def _reach(self, handles: int) -> None:
         known = len(self._stamp)
         if handles > known:
-            more = max(handles - known, known, 1024)
+            more = max(handles - known, known // 2, 1024)
             self._stamp = np.concatenate([self._stamp, np.zeros(more, dtype=np.int64)])
             self._seen = np.concatenate([self._seen, np.zeros(more, dtype=np.uint32)])

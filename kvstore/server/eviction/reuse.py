@@ -22,6 +22,7 @@ from kvstore.server.eviction.runs import Runs
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
+F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 SAMPLE: Final = 512
@@ -40,7 +41,7 @@ class ReusePolicy:
         self._board = touch_board
         self._seen: NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)  # the board's word when the block was listed
         self._key: U64 = np.zeros(0, dtype=np.uint64)
-        self._value: F64 = np.zeros(0, dtype=np.float64)
+        self._value: F32 = np.zeros(0, dtype=np.float32)
         self._forecast = Forecast()
         self._runs = Runs()
         self._offset = 0  # of the next sample
@@ -122,8 +123,8 @@ class ReusePolicy:
     def _reach(self, handles: int) -> None:
         known = len(self._key)
         if handles > known:
-            more = max(handles - known, known, 1024)
+            more = max(handles - known, known // 2, 1024)
             self._seen = np.concatenate([self._seen, np.zeros(more, dtype=np.uint32)])
             self._key = np.concatenate([self._key, np.zeros(more, dtype=np.uint64)])
-            self._value = np.concatenate([self._value, np.ones(more)])
+            self._value = np.concatenate([self._value, np.ones(more, dtype=np.float32)])
             self._forecast.reach(len(self._key))

@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
-F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
 
 _AWAY: Final = -1
 _FIRST: Final = -2  # put back in front of all runs
@@ -34,15 +35,15 @@ class Runs:
         self.ends: I64 = np.zeros(_LOG_MIN, dtype=np.int64)
         self.times: I64 = np.zeros(_LOG_MIN, dtype=np.int64)  # when the run was used
         self.kinds: I64 = np.zeros(_LOG_MIN, dtype=np.int64)
-        self.values: F64 = np.zeros(_LOG_MIN, dtype=np.float64)
+        self.values: F32 = np.zeros(_LOG_MIN, dtype=np.float32)
         self.count = 0  # rows
         self.blocks = 0
-        self._log: I64 = np.zeros(_LOG_MIN, dtype=np.int64)
+        self._log: I32 = np.zeros(_LOG_MIN, dtype=np.int32)
         self._logged = 0
-        self._place: I64 = np.zeros(0, dtype=np.int64)
+        self._place: I32 = np.zeros(0, dtype=np.int32)
         self._front: I64 = np.zeros(0, dtype=np.int64)
 
-    def append(self, handles: I64, kinds: I64, values: F64, time: int) -> None:
+    def append(self, handles: I64, kinds: I64, values: F32, time: int) -> None:
         """Move blocks, in prefix order, into new runs: neighbours of one kind and value share one. Shapes (n,)."""
         count = len(handles)
         if not count:
@@ -95,7 +96,7 @@ class Runs:
         row_of = np.repeat(np.arange(len(rows)), lengths)
         before = np.cumsum(lengths) - lengths
         places = (self.ends[rows] - 1 + before)[row_of] - np.arange(len(row_of))
-        handles = self._log[places]
+        handles = self._log[places].astype(np.int64)
         here = self._place[handles] == places
         handles, places, row_of = handles[here], places[here], row_of[here]
         if len(handles) > count:
@@ -111,8 +112,8 @@ class Runs:
         """Know handles below this number."""
         known = len(self._place)
         if handles > known:
-            more = max(handles - known, known, _LOG_MIN)
-            self._place = np.concatenate([self._place, np.full(more, _AWAY, dtype=np.int64)])
+            more = max(handles - known, known // 2, _LOG_MIN)
+            self._place = np.concatenate([self._place, np.full(more, _AWAY, dtype=np.int32)])
 
     def _drop(self, rows: I64) -> None:
         """Rows at the end take the places of those that go."""
@@ -133,7 +134,7 @@ class Runs:
         size = len(self._log)
         while 2 * (self._logged + count) > size:
             size *= 2
-        self._log = np.concatenate([self._log, np.zeros(size - len(self._log), dtype=np.int64)])
+        self._log = np.concatenate([self._log, np.zeros(size - len(self._log), dtype=np.int32)])
 
     def _compact(self) -> None:
         """Leave out leftovers, and runs that have nothing else."""
