@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +81,7 @@ def layer_memory(
         assert isinstance(blocks, Region)
         parts = (Region(blocks.memory, blocks.offsets + layer * size, blocks.keep) for layer in range(layers))
         return LayerMemory(tuple(parts))
-    buffers: Sequence[object] = value
+    buffers = cast("Sequence[object]", value)
     if len(buffers) != layers:
         raise LayoutMismatch(f"{name}: {len(buffers)} buffers for {layers} layers")
     offsets = _slots(slots, count, name) * size

@@ -243,35 +243,41 @@ def test_blocks_are_held_until_the_stream_ends(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_server_that_dies_in_the_middle_costs_the_rest_of_the_layers(transport: str) -> None:
-    with ServerProcess(dram="64MiB") as server:
-        with connect(server, "shm") as writer, connect(server, transport) as client:
-            keys, data = prompt(client, 1), content()
-            publishing = writer.publish_stream(keys)
-            publishing.write(0, np.ascontiguousarray(data[:, 0]))
-            with client.layer_stream(keys, np.zeros_like(data)) as stream:
-                assert stream.wait(0).all()
-                server.kill()
-                began_s = time.monotonic()
-                assert not stream.wait(1).any()
-                assert time.monotonic() - began_s < 6.0
+    with (
+        ServerProcess(dram="64MiB") as server,
+        connect(server, "shm") as writer,
+        connect(server, transport) as client,
+    ):
+        keys, data = prompt(client, 1), content()
+        publishing = writer.publish_stream(keys)
+        publishing.write(0, np.ascontiguousarray(data[:, 0]))
+        with client.layer_stream(keys, np.zeros_like(data)) as stream:
+            assert stream.wait(0).all()
+            server.kill()
+            began_s = time.monotonic()
+            assert not stream.wait(1).any()
+            assert time.monotonic() - began_s < 6.0
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_frozen_server_costs_the_deadline(transport: str) -> None:
-    with ServerProcess(dram="64MiB") as server:
-        with connect(server, "shm") as writer, connect(server, transport) as client:
-            keys, data = prompt(client, 1), content()
-            publishing = writer.publish_stream(keys)
-            publishing.write(0, np.ascontiguousarray(data[:, 0]))
-            with client.layer_stream(keys, np.zeros_like(data)) as stream:
-                assert stream.wait(0).all()
-                server.freeze()
-                try:
-                    began_s = time.monotonic()
-                    assert not stream.wait(1, timeout_s=0.3).any()
-                    assert time.monotonic() - began_s < 1.5
-                finally:
-                    server.thaw()
+    with (
+        ServerProcess(dram="64MiB") as server,
+        connect(server, "shm") as writer,
+        connect(server, transport) as client,
+    ):
+        keys, data = prompt(client, 1), content()
+        publishing = writer.publish_stream(keys)
+        publishing.write(0, np.ascontiguousarray(data[:, 0]))
+        with client.layer_stream(keys, np.zeros_like(data)) as stream:
+            assert stream.wait(0).all()
+            server.freeze()
+            try:
+                began_s = time.monotonic()
+                assert not stream.wait(1, timeout_s=0.3).any()
+                assert time.monotonic() - began_s < 1.5
+            finally:
+                server.thaw()
 
 
 def test_cancel_from_another_thread_ends_a_wait(server: ServerProcess, client: kvstore.Client) -> None:
@@ -337,7 +343,7 @@ def test_memory_or_ranges_that_do_not_fit_are_one_clear_line(
 
 def test_layers_that_are_published_out_of_order_or_in_part_are_refused(client: kvstore.Client) -> None:
     with client.publish_stream(prompt(client, 20)) as publishing:
-        with pytest.raises(kvstore.UsageError, match="layer 1: .* 0 is the next"):
+        with pytest.raises(kvstore.UsageError, match=r"layer 1: .* 0 is the next"):
             publishing.write(1, buffers()[0])
         with pytest.raises(kvstore.LayoutMismatch, match=r"blocks\[0\]: 5 bytes"):
             publishing.write(0, buffers(1, 5)[0])
