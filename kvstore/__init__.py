@@ -12,6 +12,7 @@ from kvstore.client.aio import AsyncClient, AsyncView, connect_async
 from kvstore.client.client import Client, View, connect
 from kvstore.client.device_pool import DevicePool
 from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
+from kvstore.client.streams import LayerStream, PublishStream
 from kvstore.core.errors import (
     BlockTooLarge,
     ConfigError,
@@ -23,6 +24,7 @@ from kvstore.core.errors import (
     LeaseExpired,
     NamespaceMismatch,
     ProtocolError,
+    StreamClosed,
     Unavailable,
     UnregisteredBuffer,
     UsageError,
@@ -51,6 +53,7 @@ __all__ = [
     "IndexFull",
     "KeyScheme",
     "KvStoreError",
+    "LayerStream",
     "LayoutMismatch",
     "LeaseExpired",
     "Lookup",
@@ -58,9 +61,11 @@ __all__ = [
     "NamespaceMismatch",
     "OpaqueLayout",
     "ProtocolError",
+    "PublishStream",
     "PutResult",
     "PutStatus",
     "RegisteredBuffer",
+    "StreamClosed",
     "Unavailable",
     "UnregisteredBuffer",
     "UsageError",

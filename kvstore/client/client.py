@@ -24,15 +24,17 @@ from kvstore.client.arena import ArenaPool
 from kvstore.client.nodes import LinkOptions, NodeLinks, agree
 from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
 from kvstore.client.staging import Staging
+from kvstore.client.streams import LayerStream, PublishStream, layer_memory
 from kvstore.cluster.membership import Membership, StaticMembership
 from kvstore.cluster.placement import place
 from kvstore.core.errors import KvStoreError, LeaseExpired, ProtocolError, Unavailable, UsageError
 from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds, chain_keys
+from kvstore.core.layout import CanonicalLayout
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.device.base import Device
 from kvstore.device.opening import open_device
-from kvstore.transport.base import HeldBlocks, ShardLink
+from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, Part, ShardLink
 from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
 from kvstore.transport.device_blocks import DeviceBlocks, as_device_blocks, is_on_device, on_device
@@ -191,8 +193,7 @@ class Client:
         The lease is renewed in the background; should that fail for `ttl_s`, the end of the `with` block raises
         `LeaseExpired`.
         """
-        if not 0.01 <= ttl_s <= VIEW_TTL_S_MAX:
-            raise UsageError(f"ttl_s={ttl_s}: allowed is 0.01 to {VIEW_TTL_S_MAX:g} seconds")
+        _require_ttl(ttl_s)
         count = _count(keys)
         parts: list[tuple[I64, HeldBlocks]] = []
 
@@ -203,6 +204,64 @@ class Client:
         view = View(self._namespace, count, parts, ttl_s, self._options.timeout_s)
         self._views.add(view)
         return view
+
+    def layer_stream(
+        self,
+        keys: BlockKeys,
+        into: object,
+        *,
+        layers: tuple[int, int] | None = None,
+        heads: tuple[int, int] | None = None,
+        slots: object = None,
+        ttl_s: float = 10.0,
+    ) -> LayerStream:
+        """Have blocks arrive layer by layer, in order, while the caller computes; blocks that are still being written
+        too: their layers come as their writer publishes them.
+
+        Args:
+            keys: of the n blocks wanted.
+            into: one contiguous buffer of n blocks, each with the layers and heads asked for; or a list with one buffer
+            a layer, of n slices, or with `slots` of any number.
+            layers: half-open range; all layers unless given.
+            heads: half-open range of KV heads; all unless given. Canonical layouts only.
+            slots: which slice of each layer's buffer each block goes to, shape (n,).
+            ttl_s: the blocks are held for so long, again and again, while the stream lasts.
+
+        Raises:
+            LayoutMismatch, UsageError: the memory does not fit, or a range is outside; nothing was copied.
+        """
+        chosen = self._layers(layers)
+        part = self._part(heads)
+        count = _count(keys)
+        _require_ttl(ttl_s)
+        memory = layer_memory(
+            into,
+            slots,
+            count=count,
+            layers=chosen[1] - chosen[0],
+            size=part.size,
+            dtype=self._namespace.dtype,
+            name="into",
+            writable=True,
+        )
+        parts: list[tuple[I64, LayerSource]] = []
+        links: list[ShardLink] = []
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            parts.append((rows, link.layers(keys.array[rows], part, ttl_s, deadline.left_s())))
+            links.append(link)
+
+        self._each_shard(keys, ask)
+        stream = LayerStream(
+            parts,
+            memory,
+            chosen,
+            count,
+            timeout_s=self._options.timeout_s,
+            lost=lambda number: self._drop(links[number]),
+        )
+        self._views.add(stream)
+        return stream
 
     def prefetch(self, keys: BlockKeys) -> int:
         """Say that these blocks will be wanted soon: they count as used now. How many are there."""
@@ -239,6 +298,25 @@ class Client:
 
         self._each_shard(keys, ask)
         return PutResult(statuses, int(np.count_nonzero(statuses == PutStatus.STORED)) * size)
+
+    def publish_stream(self, keys: BlockKeys, *, ttl_s: float = 30.0) -> PublishStream:
+        """Store blocks layer by layer, as they are computed. Readers follow each layer; `commit` makes them complete.
+
+        Args:
+            keys: of the n blocks.
+            ttl_s: after so long without a layer the blocks are dropped.
+        """
+        _require_ttl(ttl_s)
+        statuses = np.full(_count(keys), PutStatus.FAILED, dtype=np.uint8)
+        parts: list[tuple[I64, LayerSink]] = []
+
+        def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
+            sink = link.publish(keys.array[rows], ttl_s, deadline.left_s())
+            parts.append((rows, sink))
+            statuses[rows] = sink.statuses
+
+        self._each_shard(keys, ask)
+        return PublishStream(self._namespace, statuses, parts, self._options.timeout_s)
 
     def delete(self, keys: BlockKeys) -> int:
         """Remove blocks; how many were there."""
@@ -302,7 +380,7 @@ class Client:
         self._arenas = ArenaPool()
         self._staging = None if self._options.device is None else Staging(self._options.device)
         self._threads: ThreadPoolExecutor | None = None
-        self._views: weakref.WeakSet[View] = weakref.WeakSet()
+        self._views: weakref.WeakSet[View | LayerStream] = weakref.WeakSet()
         self._members = self._membership.nodes()
         self._nodes = [NodeLinks(member, self._options) for member in self._members]
         self._pid = os.getpid()
@@ -469,6 +547,31 @@ class Client:
             node.drop(number, link)
             self._kick.set()
 
+    def _drop(self, link: ShardLink) -> None:
+        """A link was lost outside of a call. The background makes a new one."""
+        for node in self._nodes:
+            for number, known in enumerate(node.links):
+                if known is link:
+                    node.drop(number, link)
+        self._kick.set()
+
+    def _part(self, heads: tuple[int, int] | None) -> Part:
+        """The bytes of each layer that hold these heads."""
+        namespace = self._namespace
+        if heads is None:
+            return Part(0, namespace.layer_bytes)
+        layout = namespace.layout
+        if not isinstance(layout, CanonicalLayout):
+            raise UsageError(f"heads={heads!r}: the layout is opaque, only whole layers can be had")
+        try:
+            first, end = (operator.index(head) for head in heads)
+        except (TypeError, ValueError):
+            first, end = 0, 0
+        if not 0 <= first < end <= layout.kv_heads:
+            raise UsageError(f"heads={heads!r}: allowed is a half-open range within 0 to {layout.kv_heads}")
+        size = layout.head_bytes(namespace.block_tokens, namespace.itemsize)
+        return Part(first * size, (end - first) * size)
+
     def _layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
         if layers is None:
             return 0, self._namespace.layers
@@ -623,6 +726,11 @@ class View:
                     held.renew(self._ttl_s, self._timeout_s)
                 except KvStoreError:
                     self._renew_at_s = now_s + self._ttl_s / 10  # again soon; what runs out meanwhile is noticed
+
+
+def _require_ttl(ttl_s: float) -> None:
+    if not 0.01 <= ttl_s <= VIEW_TTL_S_MAX:
+        raise UsageError(f"ttl_s={ttl_s}: allowed is 0.01 to {VIEW_TTL_S_MAX:g} seconds")
 
 
 def _count(keys: BlockKeys) -> int:

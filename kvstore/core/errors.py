@@ -60,6 +60,10 @@ class UnregisteredBuffer(UsageError):
     """A transfer names memory outside every buffer that the client registered."""
 
 
+class StreamClosed(UsageError):
+    """A layer stream was used after it was cancelled, left, committed or aborted."""
+
+
 class ConfigError(UsageError):
     """A flag, environment variable, file key, size or optional package is wrong or missing."""
 

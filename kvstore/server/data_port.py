@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, ProtocolError, Unavailable, UsageError
-from kvstore.core.states import PutStatus
-from kvstore.index import IndexReader
+from kvstore.core.states import BlockState, PutStatus
+from kvstore.index import IndexReader, Probe
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
@@ -73,6 +73,7 @@ _FORWARDED = frozenset(
         Op.RESERVE,
     }
 )
+_WITH_PAYLOAD = frozenset({Op.WRITE, Op.WRITE_LAYER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class _Connection:
         self._known_sums: KnownSums = cast("KnownSums", None)
         self._asked = ChainLog()
         self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write
+        self._layer_sums: dict[int, NDArray[np.uint64]] = {}  # generation -> sums of the layers that have come
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
 
     def serve(self) -> None:
@@ -188,12 +190,12 @@ class _Connection:
                 frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, Deadline(IDLE_TIMEOUT_S))))
                 deadline = Deadline(REQUEST_TIMEOUT_S)
                 body = bytes(self._stream.receive(frame.body_bytes, deadline))
-                if frame.payload_bytes and frame.op != Op.WRITE:
+                if frame.payload_bytes and frame.op not in _WITH_PAYLOAD:
                     raise ProtocolError("payload on an operation that carries none")
                 try:
                     self._handle(frame, body, deadline)
                 except UsageError as error:
-                    if frame.op == Op.WRITE:
+                    if frame.op in _WITH_PAYLOAD:
                         raise  # its payload may not have been read
                     self._reply(frame, str(error).encode(), deadline, _status_of(error))
 
@@ -226,6 +228,10 @@ class _Connection:
                 self._fetch(frame, KeyRequest.decode(body), deadline)
             case Op.WRITE:
                 self._write(frame, RefRequest.decode(body), deadline)
+            case Op.WRITE_LAYER:
+                self._write_layer(frame, RefRequest.decode(body), deadline)
+            case Op.HOLD:
+                self._hold(frame, KeyRequest.decode(body), deadline)
             case Op.LOOKUP:
                 self._lookup(frame, KeyRequest.decode(body), deadline)
             case Op.OPEN:
@@ -235,6 +241,8 @@ class _Connection:
                 self._session.tell(self._asked, Deadline(SHARD_TIMEOUT_S))
                 if op == Op.RESERVE:
                     self._asked.end(KeyRequest.decode(body).keys)
+                if op in {Op.COMMIT, Op.ABORT}:
+                    self._settle(Op(op), RefRequest.decode(body))
                 if frame.flags & NO_REPLY:
                     self._session.channel.post(Op(op), body, Deadline(SHARD_TIMEOUT_S))
                     return
@@ -265,6 +273,8 @@ class _Connection:
         first, end = request.layers
         if not 0 <= first < end <= layers:
             raise UsageError(f"layers {first}:{end} of a block that has {layers}")
+        if request.part[1] and (end - first != 1 or sum(request.part) > layer_bytes):
+            raise UsageError(f"bytes {request.part} of layers {first}:{end} of {layer_bytes} bytes each")
         if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
@@ -272,7 +282,7 @@ class _Connection:
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
-        later = probe.on_disk(request.namespace, layers * layer_bytes) & ~waited
+        rest = self._rest(probe, request, layers * layer_bytes, waited)
         there = probe.take(np.flatnonzero(found))
         lease, held = self._session.lease(there, HOLD_S, shard_deadline)
         try:
@@ -280,11 +290,12 @@ class _Connection:
             there = there.take(np.flatnonzero(held))
             offsets, generations = there.offsets, there.generations
             self._session.shared.note_use(there.handles)
-            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
+            sums = self._sums(offsets, generations, layers, layer_bytes, request)
             pool = memoryview(self._session.shared.pool_read_only)
-            start, size = first * layer_bytes, (end - first) * layer_bytes
+            start = first * layer_bytes + request.part[0]
+            size = request.part[1] or (end - first) * layer_bytes
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
-            self._send_fetched(frame, found, later, size, sums, payload, deadline)
+            self._send_fetched(frame, found, rest, size, sums, payload, deadline)
         finally:
             # If the lease ran out while a slow client took its time, what was sent may be mixed up. The client sees
             # it by the sums.
@@ -300,19 +311,27 @@ class _Connection:
         probe = index.probe(request.keys)
         first, end = request.layers
         found = probe.readable(request.namespace, end, layers * layer_bytes)
-        later = probe.on_disk(request.namespace, layers * layer_bytes) & ~waited
+        rest = self._rest(probe, request, layers * layer_bytes, waited)
         rows = np.flatnonzero(found)
-        size = (end - first) * layer_bytes
+        start = first * layer_bytes + request.part[0]
+        size = request.part[1] or (end - first) * layer_bytes
         copied = np.empty(len(rows) * size, dtype=np.uint8)
         places = np.arange(len(rows), dtype=np.int64) * size
         offsets = probe.offsets[rows]
-        copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + first * layer_bytes, size)
-        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers)
+        copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + start, size)
+        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request)
         standing = index.unchanged(probe, rows)
         self._session.shared.note_use(probe.handles[rows])
         found[rows[~standing]] = False
         payload = [memoryview(copied)[place : place + size] for place in places[standing].tolist()]
-        self._send_fetched(frame, found, later, size, sums[standing], payload, deadline)
+        self._send_fetched(frame, found, rest, size, sums[standing], payload, deadline)
+
+    def _rest(self, probe: Probe, request: KeyRequest, size: int, waited: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        """What to say of blocks that can't be read now: `Found` of each."""
+        later = probe.on_disk(request.namespace, size) & ~waited
+        unfinished = (probe.states_in(request.namespace) == BlockState.RESERVED) & (probe.sizes == size)
+        rest = np.where(later, Found.LATER, np.where(unfinished, Found.UNFINISHED, Found.MISS))
+        return rest.astype(np.uint8)
 
     def _bring_back(self, request: KeyRequest, size: int) -> NDArray[np.bool_]:
         """Have those of the blocks that are on the SSD brought into the pool, and wait for the first piece of them, or
@@ -332,14 +351,14 @@ class _Connection:
         self,
         frame: Frame,
         found: NDArray[np.bool_],
-        later: NDArray[np.bool_],
+        rest: NDArray[np.uint8],
         size: int,
         sums: NDArray[np.uint64],
         payload: list[memoryview],
         deadline: Deadline,
     ) -> None:
         answer = np.zeros(len(found), dtype=FETCH_ROW)
-        answer["found"] = np.where(found, Found.HERE, np.where(later, Found.LATER, Found.MISS))
+        answer["found"] = np.where(found, Found.HERE, rest)
         answer["bytes"] = np.where(found, size, 0)
         body = answer.tobytes() + np.ascontiguousarray(sums).tobytes()
         head = encode(frame.op, frame.request, body, len(payload) * size)
@@ -351,12 +370,17 @@ class _Connection:
         generations: NDArray[np.uint64],
         layers: int,
         layer_bytes: int,
-        wanted: tuple[int, int],
+        request: KeyRequest,
     ) -> NDArray[np.uint64]:
         """Sums of the wanted layers: the producer's, or where it left them out, ours."""
         shared, known = self._session.shared, self._known_sums
         size = layers * layer_bytes
-        first, end = wanted
+        first, end = request.layers
+        if request.part[1]:  # nobody else has sums of less than a layer
+            start, part_bytes = first * layer_bytes + request.part[0], request.part[1]
+            pool = memoryview(shared.pool_read_only)
+            pieces = [pool[offset + start : offset + start + part_bytes] for offset in offsets.tolist()]
+            return np.array([sums_of(piece, part_bytes) for piece in pieces], dtype=np.uint64).reshape(-1, 1)
         trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
         sums = trailers[:, 1 + first : 1 + end]
         pool = memoryview(shared.pool_read_only)
@@ -367,7 +391,7 @@ class _Connection:
                 sums[row] = before[first:end]
                 continue
             sums[row] = sums_of(pool[offset + first * layer_bytes : offset + end * layer_bytes], layer_bytes)
-            if wanted == (0, layers):
+            if (first, end) == (0, layers):
                 known.keep(generation, sums[row].copy())
         return sums
 
@@ -404,6 +428,51 @@ class _Connection:
         done = np.zeros(len(offsets), dtype=np.bool_)
         done[whole] = self._session.settle(Op.COMMIT, request.refs[whole], shard_deadline)
         self._reply(frame, done.tobytes(), deadline)
+
+    def _write_layer(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
+        """One layer of reserved blocks, verified, then visible. A block whose bytes arrive damaged is dropped."""
+        offsets = [self._reserved.get(generation) for generation in request.refs["generation"].tolist()]
+        layers, layer_bytes = self._geometry(request.namespace)
+        layer = request.layers_ready - 1
+        if None in offsets or not 0 <= layer < layers or frame.payload_bytes != len(offsets) * (layer_bytes + 8):
+            raise ProtocolError("a WRITE_LAYER for blocks that were not reserved here, or of another size")
+        pool = memoryview(self._session.shared.pool)
+        received: list[int] = []
+        for offset in cast("list[int]", offsets):
+            piece = pool[offset + layer * layer_bytes : offset + (layer + 1) * layer_bytes]
+            self._stream.receive_into(piece, deadline)
+            received += sums_of(piece, layer_bytes)
+        told = np.frombuffer(self._stream.receive(len(offsets) * 8, deadline), dtype=U64)
+        whole = told == np.array(received, dtype=np.uint64)
+        for generation, total in zip(request.refs["generation"].tolist(), told.tolist(), strict=True):
+            self._layer_sums.setdefault(generation, np.zeros(layers, dtype=np.uint64))[layer] = total
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        if not whole.all():
+            self._session.settle(Op.ABORT, request.refs[~whole], shard_deadline)
+        done = np.zeros(len(offsets), dtype=np.bool_)
+        ttl_s = request.ttl_ms / 1000
+        done[whole] = self._session.publish(request.refs[whole], request.layers_ready, ttl_s, shard_deadline)
+        self._reply(frame, done.tobytes(), deadline)
+
+    def _settle(self, op: Op, request: RefRequest) -> None:
+        """Blocks that were written layer by layer are about to be committed or dropped: their sums, and no more."""
+        for generation in request.refs["generation"].tolist():
+            offset, sums = self._reserved.pop(generation, None), self._layer_sums.pop(generation, None)
+            if op == Op.COMMIT and offset is not None and sums is not None:
+                layers, layer_bytes = len(sums), self._geometry(request.namespace)[1]
+                at, written = np.array([offset]), np.array([generation], dtype=np.uint64)
+                write_trailers(self._session.shared.pool, at, layers * layer_bytes, written, sums.reshape(1, layers))
+
+    def _hold(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
+        layers, layer_bytes = self._geometry(request.namespace)
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        probe = self._index(shard_deadline).probe(request.keys)
+        size = layers * layer_bytes
+        here = (probe.states_in(request.namespace) > 0) & (probe.sizes == size)
+        rows = np.flatnonzero(here & ~probe.on_disk(request.namespace, size))
+        lease, held = self._session.lease(probe.take(rows), request.ttl_ms / 1000, shard_deadline)
+        here[rows] = held
+        self._reply(frame, lease.to_bytes(8, "little") + here.tobytes(), deadline)
 
     def _index(self, deadline: Deadline) -> IndexReader:
         """The index in force. That of a dead shard would still be readable, but is not read: its successor knows

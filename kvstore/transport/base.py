@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +88,79 @@ class HeldBlocks(Protocol):
         ...
 
 
+class SliceStatus(IntEnum):
+    """Where one layer of one block stands with whoever wants to read it. Values fit a uint8."""
+
+    PENDING = 0
+    """Not yet: the writer has not come that far, or the block is on its way from the SSD. Ask again."""
+
+    READY = 1
+    """It is in the target."""
+
+    GONE = 2
+    """It won't come: absent, evicted, aborted, damaged, or the link is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which bytes of each layer of a block are meant: all of them, or those of some heads."""
+
+    start: int
+    size: int
+
+
+class LayerSource(Protocol):
+    """Layers of n blocks, one after the other, while the blocks are held. One thread uses it, except for `renew`.
+
+    Requests are answered in their order; `depth` says how many may be under way to keep the link busy.
+    `kvstore.testing.conformance.LayerConformance` is the suite to pass, for sinks too.
+    """
+
+    depth: int
+
+    def send(self, layer: int, rows: NDArray[np.int64]) -> None:
+        """Ask for a layer of these blocks."""
+        ...
+
+    def receive(self, into: Blocks, timeout_s: float) -> U8:
+        """Take the answer to the oldest request: `SliceStatus` of its rows; block i of `into` is for its row i.
+
+        Raises:
+            Unavailable: the shard can't be reached, or not in time.
+        """
+        ...
+
+    def renew(self, now_s: float) -> None:
+        """Prolong the hold when that is due."""
+        ...
+
+    def close(self, *, abandon: bool = False) -> None:
+        """Let go of the blocks. With `abandon` a `receive` under way in another thread ends at once, as unavailable."""
+        ...
+
+
+class LayerSink(Protocol):
+    """Blocks that are being written layer by layer; readers see each layer from its `write` on. One thread uses it."""
+
+    statuses: U8  # `PutStatus` of each key, shape (n,): STORED where the block is ours to write
+
+    def write(self, layer: int, blocks: Blocks, timeout_s: float) -> None:
+        """Write the next layer of the blocks that are ours, `blocks` being just those, and move their watermark.
+
+        Raises:
+            Unavailable: the shard can't be reached in time.
+        """
+        ...
+
+    def commit(self, timeout_s: float) -> Mask:
+        """Make them complete; which of them are, shape (n,)."""
+        ...
+
+    def abort(self, timeout_s: float) -> None:
+        """Drop them all; no reader is served any more of them."""
+        ...
+
+
 class ShardLink(Protocol):
     """One client's way to one shard. Batches only; every call returns within its timeout.
 
@@ -122,6 +196,14 @@ class ShardLink(Protocol):
 
     def lease(self, keys: Keys, ttl_s: float, timeout_s: float) -> HeldBlocks:
         """Hold committed blocks for that long."""
+        ...
+
+    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> LayerSource:
+        """Hold blocks, unfinished ones too, and read that part of their layers one by one."""
+        ...
+
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> LayerSink:
+        """Reserve what nobody has, to write it layer by layer. After `ttl_s` without a layer it is dropped."""
         ...
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 I64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
-_SMALL_BYTES = 16 << 10
+_SMALL_BYTES = 32 << 10
 _CACHED_BYTES = 512 << 10
 
 
@@ -72,15 +72,20 @@ def _run_starts(first: I64, second: I64) -> I64:
 
 
 def _copy_small(target: Bytes, target_offsets: I64, source: Bytes, source_offsets: I64, size_bytes: int) -> None:
-    # Where everything lies on multiples of some unit, items of that size are moved instead of bytes.
-    unit = int(np.gcd.reduce(np.concatenate([target_offsets, source_offsets, [size_bytes]])))
-    item = np.dtype(f"V{unit}")
-    to, start = target[: len(target) // unit * unit].view(item), source[: len(source) // unit * unit].view(item)
-    steps = np.arange(size_bytes // unit)
+    # Each memory is seen as one item per place where a block could begin, so numpy moves whole blocks by index. What is
+    # read of one batch is still in the processor's cache when it is written.
+    to, places = _windows(target, target_offsets, size_bytes)
+    start, sources = _windows(source, source_offsets, size_bytes)
     batch = max(1, _CACHED_BYTES // size_bytes)
-    for first in range(0, len(target_offsets), batch):
-        part = slice(first, first + batch)
-        to[(target_offsets[part] // unit)[:, None] + steps] = start[(source_offsets[part] // unit)[:, None] + steps]
+    for first in range(0, len(places), batch):
+        to[places[first : first + batch]] = start[sources[first : first + batch]]
+
+
+def _windows(memory: Bytes, offsets: I64, size_bytes: int) -> tuple[NDArray[np.void], I64]:
+    """Items of that many bytes that overlap, one at each multiple of the offsets' common divisor; which are meant."""
+    unit = max(1, int(np.gcd.reduce(offsets)))
+    count = (len(memory) - size_bytes) // unit + 1
+    return np.ndarray((count,), dtype=f"V{size_bytes}", buffer=memory.data, strides=(unit,)), offsets // unit
 
 
 def _strided(memory: Bytes, start: int, rows: int, step: int, size_bytes: int, *, writeable: bool) -> Bytes:

@@ -27,7 +27,7 @@ from kvstore.core.states import PutStatus
 from kvstore.device.base import COPY_WAIT_S_MIN, Device
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import Channel, Deadline, Stream
@@ -35,6 +35,7 @@ from kvstore.transport.copying import copy_blocks
 from kvstore.transport.device_blocks import DeviceBlocks
 from kvstore.transport.device_side import DeviceSide, attach_segment
 from kvstore.transport.memory import map_segment, prefault
+from kvstore.transport.shm_layers import SharedLayerSink, SharedLayerSource
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
@@ -178,6 +179,11 @@ class ShardCalls:
         request = RefRequest.of(rows["handle"], rows["generation"])
         answer = self.channel.call(op, request.encode(), deadline)
         return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
+
+    def publish(self, rows: NDArray[np.void], layers_ready: int, ttl_s: float, deadline: Deadline) -> Mask:
+        """Move the watermark of reserved rows, and their deadline; for which it came in time."""
+        named = RefRequest.of(rows["handle"], rows["generation"], layers_ready=layers_ready, ttl_ms=_ms(ttl_s))
+        return np.frombuffer(self.channel.call(Op.PUBLISH, named.encode(), deadline), dtype=np.bool_, count=len(rows))
 
     def lease(
         self, found: Probe, ttl_s: float, deadline: Deadline, meanwhile: Callable[[], None] = lambda: None
@@ -375,6 +381,28 @@ class SharedMemoryLink:
                 there = np.flatnonzero(probe.readable(self._number, namespace.layers, namespace.block_bytes))
         found = probe if len(there) == len(keys) else probe.take(there)
         return self._hold(len(keys), there, found, ttl_s, deadline)
+
+    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> SharedLayerSource:
+        self._require_usable()
+
+        def promote(cold: Keys) -> None:
+            self._promote(cold, Deadline(timeout_s))
+
+        return SharedLayerSource(
+            self._session, self._number, self._opened(), keys, part, ttl_s=ttl_s, timeout_s=timeout_s, promote=promote
+        )
+
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedLayerSink:
+        self._require_usable()
+        return SharedLayerSink(
+            self._session,
+            self._number,
+            self._opened(),
+            keys,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+            checksums=self._checksums,
+        )
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))

@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 from kvstore.core.errors import DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import (
     RECEIVE_BUFFER_BYTES,
-    RECEIVE_BYTES_MAX,
     SEND_BYTES_MAX,
     Channel,
     Deadline,
     Exchange,
     Stream,
 )
+from kvstore.transport.receiving import receive_verified
 from kvstore.transport.shm import PROMOTION_SHARE, RESERVATION_TTL_S, describe
+from kvstore.transport.tcp_layers import TcpLayerSink, TcpLayerSource
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
@@ -100,6 +101,7 @@ class TcpLink:
         self._limit = connections
         self._free = threading.Condition()
         self._idle: list[Channel] = []
+        self._borrowed: set[Channel] = set()  # by streams of layers
         self._made = 0
         self._broken = False
         self._namespace: Namespace | None = None
@@ -176,6 +178,45 @@ class TcpLink:
         rows = memory.reshape(len(keys), namespace.block_bytes)
         return CopiedBlocks([row if good else None for row, good in zip(rows, held.tolist(), strict=True)], held)
 
+    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> TcpLayerSource:
+        def damaged(wrong: Keys) -> None:
+            # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
+            self.meter.add(checksum_failures=len(wrong))
+            self.delete(wrong, timeout_s)
+
+        channel = self._borrow(Deadline(timeout_s))
+        try:
+            return TcpLayerSource(
+                channel,
+                self._number,
+                self._opened(),
+                keys,
+                part,
+                ttl_s=ttl_s,
+                timeout_s=timeout_s,
+                give_back=self._give_back,
+                damaged=damaged,
+            )
+        except BaseException:
+            self._give_back(channel, channel.usable)
+            raise
+
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> TcpLayerSink:
+        channel = self._borrow(Deadline(timeout_s))
+        try:
+            return TcpLayerSink(
+                channel,
+                self._number,
+                self._opened(),
+                keys,
+                ttl_s=ttl_s,
+                timeout_s=timeout_s,
+                give_back=self._give_back,
+            )
+        except BaseException:
+            self._give_back(channel, channel.usable)
+            raise
+
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._ask(Op.DELETE, KeyRequest(self._number, keys), timeout_s)
 
@@ -196,7 +237,7 @@ class TcpLink:
     def close(self) -> None:
         with self._free:
             self._broken = True
-            idle, self._idle = self._idle, []
+            idle, self._idle = [*self._idle, *self._borrowed], []
             self._free.notify_all()
         for channel in idle:
             channel.close()
@@ -217,31 +258,9 @@ class TcpLink:
         sums = decode_rows(body, U64, len(found) * (layers[1] - layers[0]), offset=answer.nbytes)
         if frame.payload_bytes != len(found) * size or (answer["bytes"][found] != size).any():
             raise ProtocolError(f"{len(found)} blocks of {size} bytes were announced with {frame.payload_bytes} bytes")
-        matching = self._receive(exchange, found, into, size, sums.reshape(len(found), layers[1] - layers[0]))
+        sums = sums.reshape(len(found), layers[1] - layers[0])
+        matching = receive_verified(exchange.receive_into, found, into, size, namespace.layer_bytes, sums)
         return found, matching, later
-
-    def _receive(
-        self, exchange: Exchange, rows: NDArray[np.int64], into: Blocks, size: int, sums: NDArray[np.uint64]
-    ) -> Mask:
-        """Receive the payload of these rows, each piece verified while it is still in the processor's cache."""
-        layer_bytes = self._opened().layer_bytes
-        matching = np.ones(len(rows), dtype=np.bool_)
-        step = max(1, RECEIVE_BYTES_MAX // layer_bytes)
-        for first, end, memory in _spans(rows, into, size):
-            exchange_into = exchange.receive_into
-            if end - first > 1:
-                exchange_into(memory)
-                expected = sums[first:end]
-                received = np.array(sums_of(memory, layer_bytes), dtype=np.uint64).reshape(expected.shape)
-                matching[first:end] = (received == expected).all(axis=1)
-                continue
-            expected_sums = sums[first].tolist()
-            for layer in range(0, len(expected_sums), step):
-                piece = memory[layer * layer_bytes : (layer + step) * layer_bytes]
-                exchange_into(piece)
-                if sums_of(piece, layer_bytes) != expected_sums[layer : layer + step]:
-                    matching[first] = False
-        return matching
 
     def _store(self, exchange: Exchange, keys: Keys, blocks: Blocks) -> U8:
         size = self._opened().block_bytes
@@ -303,6 +322,27 @@ class TcpLink:
                     channel.close()
                 self._free.notify()
 
+    def _borrow(self, deadline: Deadline) -> Channel:
+        """A connection for a stream of layers, which may last: it is not one of those that calls wait for."""
+        with self._free:
+            channel = self._idle.pop() if self._idle else None
+            self._made -= channel is not None
+        channel = channel or self._connect(deadline)
+        with self._free:
+            self._borrowed.add(channel)
+        return channel
+
+    def _give_back(self, channel: Channel, usable: bool) -> None:
+        """The end of such a stream. A connection that it gave up says nothing about the others."""
+        with self._free:
+            self._borrowed.discard(channel)
+            if usable and not self._broken and self._made < self._limit:
+                self._made += 1
+                self._idle.append(channel)
+                self._free.notify()
+                return
+        channel.close()
+
     def _take(self, deadline: Deadline) -> Channel:
         with self._free:
             while not self._broken and not self._idle and self._made >= self._limit:
@@ -358,23 +398,3 @@ class CopiedBlocks:
 def _split(keys: Keys, each: int) -> Iterator[Keys]:
     for first in range(0, len(keys), each):
         yield keys[first : first + each]
-
-
-def _spans(rows: NDArray[np.int64], into: Blocks, size: int) -> Iterator[tuple[int, int, memoryview]]:
-    """Stretches of target memory that can be received in one go: `(first, end, memory)`, indices into `rows`.
-
-    Small blocks that lie next to each other in the caller's memory form one stretch of up to RECEIVE_BYTES_MAX.
-    """
-    if not isinstance(into, Region) or size * 2 > RECEIVE_BYTES_MAX:
-        for place, row in enumerate(rows.tolist()):
-            yield place, place + 1, into.piece(row, size)
-        return
-    memory = memoryview(into.memory)
-    offsets = into.offsets[rows].tolist()
-    first = 0
-    for place in range(1, len(offsets) + 1):
-        whole = (place - first) * size
-        if place < len(offsets) and offsets[place] == offsets[first] + whole and whole + size <= RECEIVE_BYTES_MAX:
-            continue
-        yield first, place, memory[offsets[first] : offsets[first] + whole]
-        first = place

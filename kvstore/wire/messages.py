@@ -42,9 +42,10 @@ class Found(IntEnum):
     MISS = 0
     HERE = 1  # its bytes follow
     LATER = 2  # it is on its way from the SSD: ask again, once what follows has been received
+    UNFINISHED = 3  # it is being written, and these layers are not there yet: ask again
 
 
-_KEY_HEAD = struct.Struct("<HHHHIIQ")
+_KEY_HEAD = struct.Struct("<HHHHIIQII")
 _REF_HEAD = struct.Struct("<HHII4x")  # padded: the rows that follow are 8-byte words
 _LEASE_HEAD = struct.Struct("<II")
 
@@ -57,12 +58,14 @@ class KeyRequest:
     keys: NDArray[np.void]  # KEY_DTYPE, shape (n,)
     layers: tuple[int, int] = (0, 0)  # FETCH: half-open range
     flag: int = 0  # PIN: 1 on, 0 off
-    ttl_ms: int = 0  # RESERVE; PROMOTE, FETCH: how long to wait for the SSD
+    ttl_ms: int = 0  # RESERVE, HOLD; PROMOTE, FETCH: how long to wait for the SSD
     size_bytes: int = 0  # RESERVE: payload bytes of each block
+    part: tuple[int, int] = (0, 0)  # FETCH of one layer: start and size in it; no size: the whole layer
 
     def encode(self) -> bytes:
         """The body."""
-        head = _KEY_HEAD.pack(self.namespace, *self.layers, self.flag, self.ttl_ms, len(self.keys), self.size_bytes)
+        count = len(self.keys)
+        head = _KEY_HEAD.pack(self.namespace, *self.layers, self.flag, self.ttl_ms, count, self.size_bytes, *self.part)
         return head + self.keys.tobytes()
 
     @classmethod
@@ -72,11 +75,11 @@ class KeyRequest:
         Raises:
             ProtocolError: wrong length, or more than KEYS_MAX keys.
         """
-        namespace, first, end, flag, ttl_ms, count, size_bytes = _unpack(_KEY_HEAD, body)
+        namespace, first, end, flag, ttl_ms, count, size_bytes, start, size = _unpack(_KEY_HEAD, body)
         if count > KEYS_MAX:
             raise ProtocolError(f"{count} keys in one message; at most {KEYS_MAX}")
         keys = _array(body, _KEY_HEAD.size, KEY_DTYPE, count, exact=True)
-        return cls(namespace, keys, (first, end), flag, ttl_ms, size_bytes)
+        return cls(namespace, keys, (first, end), flag, ttl_ms, size_bytes, (start, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ class RefRequest:
 
     refs: NDArray[np.void]  # REF, shape (n,)
     namespace: int = 0  # WRITE
-    layers_ready: int = 0  # PUBLISH
-    ttl_ms: int = 0  # LEASE
+    layers_ready: int = 0  # PUBLISH, WRITE_LAYER
+    ttl_ms: int = 0  # LEASE; PUBLISH, WRITE_LAYER: the reservation's new time
 
     def encode(self) -> bytes:
         """The body."""
@@ -94,11 +97,18 @@ class RefRequest:
         return head + self.refs.tobytes()
 
     @classmethod
-    def of(cls, handles: NDArray[Any], generations: NDArray[Any], namespace: int = 0, ttl_ms: int = 0) -> RefRequest:
+    def of(
+        cls,
+        handles: NDArray[Any],
+        generations: NDArray[Any],
+        namespace: int = 0,
+        layers_ready: int = 0,
+        ttl_ms: int = 0,
+    ) -> RefRequest:
         """Blocks by their handles and generations, shape (n,) each."""
         words = np.empty((len(handles), 2), dtype=np.uint64)
         words[:, 0], words[:, 1] = handles, generations
-        return cls(words.view(REF).reshape(-1), namespace, ttl_ms=ttl_ms)
+        return cls(words.view(REF).reshape(-1), namespace, layers_ready, ttl_ms)
 
     @classmethod
     def decode(cls, body: bytes) -> RefRequest:

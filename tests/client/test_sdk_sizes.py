@@ -19,7 +19,7 @@ CHUNK = 8 << 20  # of 64 MiB: the largest slot
 @pytest.fixture(scope="module")
 def store() -> Iterator[ServerProcess]:
     """A small server, whose limits are soon reached."""
-    with ServerProcess(dram="64MiB") as server:
+    with ServerProcess(dram="64MiB", watermark=0) as server:
         yield server
 
 

@@ -182,7 +182,7 @@ def test_runs_are_compacted_so_that_touching_for_ever_takes_no_memory() -> None:
     runs = Runs()
     handles = np.arange(100)
     for time in range(2_000):
-        runs.append(handles, np.zeros(100, dtype=np.int64), np.ones(100), time)
+        runs.append(handles, np.zeros(100, dtype=np.int64), np.ones(100, dtype=np.float32), time)
     assert runs.count < 100
     assert runs.blocks == 100
     assert sorted(runs.take(np.arange(runs.count), 1_000).tolist()) == list(range(100))

@@ -73,6 +73,7 @@ def frames() -> dict[str, bytes]:
         Op.FETCH: KeyRequest(namespace=3, keys=KEYS, layers=(0, 2)).encode(),
         Op.TOUCH: keys.encode(),
         Op.PROMOTE: keys.encode(),
+        Op.HOLD: KeyRequest(namespace=3, keys=KEYS, ttl_ms=10_000).encode(),
         Op.QUOTAS: encode_json({"default": [8, 4, 0, 0]}),
     }
     named = {op.name: encode(op, op, body) for op, body in requests.items()}
@@ -80,6 +81,11 @@ def frames() -> dict[str, bytes]:
     chains = Chains([KEYS["lo"].copy(), KEYS["lo"][:1].copy()])
     named["CHAINS"] = encode(Op.CHAINS, Op.CHAINS, chains.encode(), flags=NO_REPLY)
     named["WRITE"] = encode(Op.WRITE, Op.WRITE, RefRequest(REFS, namespace=3).encode(), payload_bytes=2 * (1024 + 16))
+    layer = RefRequest(REFS, namespace=3, layers_ready=1, ttl_ms=30_000)
+    named["WRITE_LAYER"] = encode(Op.WRITE_LAYER, Op.WRITE_LAYER, layer.encode(), payload_bytes=2 * (512 + 8))
+    named["FETCH of heads"] = encode(
+        Op.FETCH, 17, KeyRequest(namespace=3, keys=KEYS, layers=(1, 2), part=(128, 256)).encode()
+    )
     return named | answers
 
 

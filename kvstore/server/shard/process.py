@@ -274,9 +274,9 @@ class ShardServer:
             request = LeaseRequest.decode(body)
             return shard.renew(session, request.leases, request.ttl_ms, now_s).tobytes()
 
-        def publish(session: Session, body: bytes, _: float, __: Later) -> bytes:
+        def publish(session: Session, body: bytes, now_s: float, _: Later) -> bytes:
             request = RefRequest.decode(body)
-            return shard.publish(session, request.refs, request.layers_ready).tobytes()
+            return shard.publish(session, request.refs, request.layers_ready, request.ttl_ms, now_s).tobytes()
 
         def promote(_: Session, body: bytes, now_s: float, later: Later) -> None:
             shard.promote(KeyRequest.decode(body), now_s, lambda: later(b""))

@@ -144,6 +144,7 @@ class Shard:
         # Deadline, number, handles, and the first of as many generations in a row.
         self._reservation_expiries: list[tuple[float, int, NDArray[np.int32], int]] = []
         self._reservation_number = 0
+        self._prolonged: dict[tuple[int, int], float] = {}  # handle, generation: until when; whose writers publish
 
     def use_disk(self, disk: Disk, touch_board: NDArray[np.uint32], admission: Admission) -> None:
         """Begin with a disk worker, the first one or the successor of one that died."""
@@ -404,8 +405,11 @@ class Shard:
         self.counters.reserved_blocks += count
         return count
 
-    def publish(self, session: Session, refs: Rows, layers_ready: int) -> U8:
-        """Move the watermark of reserved blocks forward: 1 = done, 0 = no longer yours. Shape (n,)."""
+    def publish(self, session: Session, refs: Rows, layers_ready: int, ttl_ms: int = 0, now_s: float = 0.0) -> U8:
+        """Move the watermark of reserved blocks forward: 1 = done, 0 = no longer yours. Shape (n,).
+
+        With `ttl_ms` their reservation lasts for at least so long from now on: who publishes is alive.
+        """
         handles, mine = self._mine(session, refs, Life.RESERVED)
         entries = self._index.read(handles[mine])
         found = Probe(entries, handles[mine])
@@ -413,6 +417,9 @@ class Shard:
         self._index.set_status(handles[mine][sane], BlockState.RESERVED, layers_ready)
         answers = np.zeros(len(refs), dtype=np.uint8)
         answers[np.flatnonzero(mine)[sane]] = 1
+        if ttl_ms:
+            named = zip(handles[mine].tolist(), self.blocks.generation[handles[mine]].tolist(), strict=True)
+            self._prolonged.update(dict.fromkeys(named, now_s + _ttl_s(ttl_ms)))
         return answers
 
     def commit(self, session: Session, refs: Rows) -> U8:
@@ -517,8 +524,24 @@ class Shard:
             generations = np.arange(first, first + len(handles), dtype=np.uint64)
             blocks = self.blocks
             still = (blocks.life[handles] == Life.RESERVED) & (blocks.generation[handles] == generations)
+            if self._prolonged:
+                still &= ~self._wait_longer(handles, generations, now_s)
             self.counters.expired_reservations += int(np.count_nonzero(still))
             self._retire(handles[still])
+
+    def _wait_longer(self, handles: I64, generations: NDArray[np.uint64], now_s: float) -> Mask:
+        """Which of these reservations were prolonged beyond now: they come up again at their new time."""
+        later = np.zeros(len(handles), dtype=np.bool_)
+        for row, (handle, generation) in enumerate(zip(handles.tolist(), generations.tolist(), strict=True)):
+            until_s = self._prolonged.pop((handle, generation), 0.0)
+            if until_s <= now_s or self.blocks.life[handle] != Life.RESERVED:
+                continue
+            later[row] = True
+            self._prolonged[handle, generation] = until_s
+            self._reservation_number += 1
+            one = (until_s, self._reservation_number, np.array([handle], dtype=np.int32), generation)
+            heapq.heappush(self._reservation_expiries, one)
+        return later
 
     def tick(self, now_s: float) -> None:
         """What is due by time, and room ahead of need: a put then seldom has to wait for an eviction."""
