@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kvstore.core.keys import KEY_DTYPE
 from kvstore.core.namespace import DEFAULT_TENANT
-from kvstore.server.eviction.lru import LruPolicy
+from kvstore.server.eviction import POLICIES
 from kvstore.server.shard.blocks import NamespaceInfo
 from kvstore.server.shard.shard import IndexSegment, Session, Shard
 from kvstore.wire.messages import REF, KeyRequest
@@ -23,7 +23,7 @@ def segment(size_bytes: int) -> IndexSegment:
 
 
 def new_shard(
-    chunks: int = 6, *, index_entries: int = 16, watermark_bytes: int = 0
+    chunks: int = 6, *, index_entries: int = 16, watermark_bytes: int = 0, policy: str = "lru"
 ) -> tuple[Shard, NDArray[np.uint32]]:
     """A small shard and its touch board."""
     board = np.zeros(chunks * CHUNK // 4096, dtype=np.uint32)
@@ -31,7 +31,7 @@ def new_shard(
         pool_bytes=chunks * CHUNK,
         chunk_bytes=CHUNK,
         new_segment=segment,
-        make_policy=lambda: LruPolicy(board),
+        make_policy=lambda: POLICIES[policy](board),
         index_entries=index_entries,
         watermark_bytes=watermark_bytes,
     )

@@ -46,7 +46,7 @@ def connect() -> Iterator[Connect]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(dram=str(POOL_BYTES), watermark=0) as server:
+    with ServerProcess(dram=str(POOL_BYTES), watermark=0, policy="lru") as server:
         yield server
 
 

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core.errors import NamespaceMismatch
 from kvstore.core.states import BlockState, PutStatus
+from kvstore.server.eviction import POLICIES
 from kvstore.server.eviction.tenants import Quota
 from kvstore.server.shard.shard import Session
 from kvstore.testing.clock import FakeClock
@@ -91,10 +92,10 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         self.leases: dict[int, Lease] = {}
         self.quotas: dict[str, Quota] = {}
 
-    @initialize(chunks=st.integers(1, 6))
-    def start(self, chunks: int) -> None:
+    @initialize(chunks=st.integers(1, 6), policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, chunks: int, policy: str) -> None:
         self.chunks = chunks
-        self.shard, self.board = new_shard(chunks, index_entries=4, watermark_bytes=8192)
+        self.shard, self.board = new_shard(chunks, index_entries=4, watermark_bytes=8192, policy=policy)
         assert [self.shard.open_namespace(space) for space in SPACES] == [0, 1, 2]
         self.clients = [Client(self.shard.open_session()) for _ in range(SESSIONS)]
 

@@ -216,6 +216,7 @@ class Shard:
         A tenant above a new limit gives blocks back when it next stores, or at the next `tick`.
         """
         committed = self.blocks.select(Life.COMMITTED)
+        committed = committed[self.blocks.pins[committed] == 0]
         owners = self._owners(committed)
         self.tenants.set_quotas(dram, lambda number: committed[owners == number])
         self._disk_quotas = disk
@@ -475,7 +476,7 @@ class Shard:
 
     def pin(self, request: KeyRequest) -> U8:
         """Pins are counted: flag 1 adds one, 0 takes one off. 1 = it is here. Shape (n,). Pinned blocks are not
-        evicted.
+        evicted, and are in no order of eviction.
         """
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
@@ -484,10 +485,13 @@ class Shard:
         pins = self.blocks.pins
         if request.flag:
             handles = handles[pins[handles] < np.iinfo(pins.dtype).max]
+            self.tenants.remove(handles[pins[handles] == 0])
             pins[handles] += 1
         else:
             handles = handles[pins[handles] > 0]
             pins[handles] -= 1
+            free = handles[(pins[handles] == 0) & (self.blocks.life[handles] == Life.COMMITTED)]
+            self.tenants.admit(free)
         return committed.astype(np.uint8)
 
     def flush(self, digest: bytes) -> int:
@@ -593,7 +597,7 @@ class Shard:
         blocks.offset[handles] = offsets
         blocks.holds[handles] = 0
         self._index.relocate(handles, generations, offsets, Tier.DRAM)
-        self.tenants.admit(handles)
+        self.tenants.admit(handles[blocks.pins[handles] == 0])
         if self.device_tier is not None:
             self.device_tier.committed(handles)
 
@@ -828,17 +832,19 @@ class Shard:
             count = max(0, min(count, tenants.room(tenant) // slot_bytes))
         offsets = self.allocator.allocate(slot_bytes, count)
         tired: set[int] = set()
-        looks_left = {group: 2 * len(tenants.policy(group)) for group in tenants.groups}  # at blocks that must stay
+        staying: list[I64] = []  # out of the order while we look for others: each block is looked at once
         stuck: Mask | None = None
         while len(offsets) < count and (group := tenants.next_to_give(tenant, tired)) is not None:
             candidates = self._candidates(group, count - len(offsets), tenants.spare(group, tenant))
             same = self.allocator.slot_bytes_of(self.blocks.offset[candidates]) == slot_bytes
             if not same.all() and (stuck is None or len(tenants.groups) > 1):
                 stuck = self._stuck_chunks(tenant)
-            looks_left[group] -= self._evict(group, candidates, same, stuck)
-            if not len(candidates) or looks_left[group] <= 0:
+            staying.append(self._evict(group, candidates, same, stuck))
+            if not len(candidates):
                 tired.add(group)
             offsets = np.concatenate([offsets, self.allocator.allocate(slot_bytes, count - len(offsets))])
+        for kept in staying:
+            tenants.touch(kept[::-1])
         tenants.take(tenant, len(offsets) * slot_bytes)
         return offsets
 
@@ -855,16 +861,15 @@ class Shard:
     def _free_up(self, wanted_bytes: int, taker: int, group: int) -> int:
         """Evict blocks of a group, of whatever size, until so many bytes are free or nothing may go; bytes freed."""
         policy = self.tenants.policy(group)
-        looks_left = 2 * len(policy)
+        staying: list[I64] = []
         freed = 0
-        while freed < wanted_bytes and looks_left > 0:
+        while freed < wanted_bytes:
             count = min(FREE_UP_BLOCKS, -(-(wanted_bytes - freed) // GRANULE_BYTES_MIN))
             candidates = policy.candidates(count)
             if not len(candidates):
                 break
             stays = (self.blocks.holds[candidates] > 0) | (self.blocks.pins[candidates] > 0)
-            policy.touch(candidates[stays][::-1])
-            looks_left -= int(np.count_nonzero(stays))
+            staying.append(candidates[stays])
             loose = candidates[~stays]
             sizes = np.cumsum(self.allocator.slot_bytes_of(self.blocks.offset[loose]))
             enough = int(np.searchsorted(sizes, wanted_bytes - freed)) + 1
@@ -875,24 +880,25 @@ class Shard:
                 break  # one more would be taken from its share
             freed += int(self.allocator.slot_bytes_of(self.blocks.offset[going]).sum())
             self._drop(going)
+        for kept in staying:
+            policy.touch(kept[::-1])
         return freed
 
-    def _evict(self, group: int, candidates: I64, same: Mask, stuck: Mask | None) -> int:
+    def _evict(self, group: int, candidates: I64, same: Mask, stuck: Mask | None) -> I64:
         """Evict those that may go: blocks of the wanted slot size (`same`) one by one, else the whole chunk of one of
-        another size. How many have to stay.
+        another size. Those that have to stay are returned, and not in the order any more.
         """
         blocks, policy = self.blocks, self.tenants.policy(group)
         stays = (blocks.holds[candidates] > 0) | (blocks.pins[candidates] > 0)
         if stuck is not None:
             stays |= ~same & stuck[self.allocator.chunk_of(blocks.offset[candidates])]
-        policy.touch(candidates[stays][::-1])
         self._drop(candidates[~stays & same])
         others = candidates[~stays & ~same]
         if len(others):
             mates = self._chunk_mates(int(others[0]))
             policy.restore(others[~np.isin(others, mates)])
             self._drop(mates)
-        return int(np.count_nonzero(stays))
+        return candidates[stays]
 
     def _stuck_chunks(self, taker: int) -> Mask:
         """Which chunks can't be emptied for a tenant: one of their blocks is pinned, held, being written, or of a
