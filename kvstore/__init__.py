@@ -8,11 +8,9 @@
 The names below are the public interface; everything else may change.
 """
 
-from kvstore.client.aio import AsyncClient, AsyncView, connect_async
-from kvstore.client.client import Client, View, connect
-from kvstore.client.device_pool import DevicePool
-from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
-from kvstore.client.streams import LayerStream, PublishStream
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvstore.core.errors import (
     BlockTooLarge,
     ConfigError,
@@ -35,6 +33,13 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.sizes import format_size, parse_size
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.transport.buffers import RegisteredBuffer
+
+if TYPE_CHECKING:
+    from kvstore.client.aio import AsyncClient, AsyncView, connect_async
+    from kvstore.client.client import Client, View, connect
+    from kvstore.client.device_pool import DevicePool
+    from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
+    from kvstore.client.streams import LayerStream, PublishStream
 
 __all__ = [
     "AsyncClient",
@@ -76,3 +81,19 @@ __all__ = [
     "format_size",
     "parse_size",
 ]
+
+# The server's processes are many and start often: the client, with gRPC and asyncio behind it, is loaded at first use.
+_HOMES = {
+    "kvstore.client.aio": ("AsyncClient", "AsyncView", "connect_async"),
+    "kvstore.client.client": ("Client", "View", "connect"),
+    "kvstore.client.device_pool": ("DevicePool",),
+    "kvstore.client.results": ("Fetched", "GetResult", "Lookup", "PutResult"),
+    "kvstore.client.streams": ("LayerStream", "PublishStream"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
