@@ -7,6 +7,7 @@ The same session serves both roles; the parent decides which commands it sends t
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ class Measure:
         return Measured(samples, task.damaged, task.compared, task.ids)
 
 
-class Task:
+class Task(ABC):
     """One operation, callable with the turn; only what is between the two clock readings is timed."""
 
     def __init__(self, scene: Scene, case: Case, ids: I64) -> None:
@@ -227,9 +228,9 @@ class Task:
         self.damaged = 0
         self.compared = 0
 
+    @abstractmethod
     def __call__(self, turn: int) -> float:
         """Do it once; seconds of the timed part. Each operation is a class of its own below."""
-        raise NotImplementedError
 
     def check(self, rows: U8 | Sequence[U8], ids: I64, turn: int) -> None:
         """Compare what was read: every page's stamp, and every byte in the first round and every 8th turn."""

@@ -6,6 +6,7 @@ reached by then is a miss (or a put that FAILED). Only wrong input raises.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
 import os
@@ -105,7 +106,7 @@ class Client:
         self._prepare()
         try:
             self._connect()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: what is open by now has nobody else to close it
             self.close()
             raise
         self._start_keeper()
@@ -251,7 +252,12 @@ class Client:
             parts.append((rows, link.layers(keys.array[rows], part, ttl_s, deadline.left_s())))
             links.append(link)
 
-        self._each_shard(keys, ask)
+        try:
+            self._each_shard(keys, ask)
+        except BaseException:  # Ctrl-C too: what is held by now has no stream that would let go of it
+            for _, source in parts:
+                source.close()
+            raise
         stream = LayerStream(
             parts,
             memory,
@@ -315,7 +321,13 @@ class Client:
             parts.append((rows, sink))
             statuses[rows] = sink.statuses
 
-        self._each_shard(keys, ask)
+        try:
+            self._each_shard(keys, ask)
+        except BaseException:  # Ctrl-C too: what is reserved by now has no stream that would drop it
+            for _, sink in parts:
+                with contextlib.suppress(KvStoreError):
+                    sink.abort(self._options.timeout_s)
+            raise
         return PublishStream(self._namespace, statuses, parts, self._options.timeout_s)
 
     def delete(self, keys: BlockKeys) -> int:
@@ -448,7 +460,7 @@ class Client:
             report = time.monotonic() >= report_at_s
             try:
                 client._keep_up(report)
-            except Exception:
+            except Exception:  # without this thread links would never be made again, nor leases renewed
                 log.exception("the background of a kvstore client met a bug; it goes on")
             if report:
                 report_at_s = time.monotonic() + REPORT_S

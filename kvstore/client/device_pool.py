@@ -210,7 +210,7 @@ class DevicePool:
             mine, others = self._claim(names, held.slots, found=True)
             self._fill(keys, mine, held.slots)
             self._await(names, others, held.slots, deadline_s)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody else knows what was claimed
             held.release()
             raise
         return held

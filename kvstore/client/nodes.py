@@ -149,7 +149,7 @@ class NodeLinks:
                 link.open(options.namespace, options.timeout_s)
                 if options.device is not None and isinstance(link, SharedMemoryLink):
                     link.use_device(options.device, options.timeout_s)
-            except BaseException:
+            except BaseException:  # Ctrl-C too: nobody has the link yet
                 link.close()
                 raise
             return link

@@ -278,7 +278,7 @@ class _PartReader:
         return arrived
 
     def pause(self) -> None:
-        """Before the next look."""
+        """Before the next look: a writer moves a word in shared memory, and nothing wakes its readers."""
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, POLL_S_MAX)
 

@@ -35,6 +35,7 @@ from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, PROTOCOL_VERSION, Frame,
 from kvstore.wire.messages import (
     FETCH_ROW,
     LOOKUP_ROW,
+    OF_STREAM,
     RESERVE_ROW,
     U64,
     Found,
@@ -154,7 +155,7 @@ class DataPort:
                     known = self._shared[shard] = shared, KnownSums()
                     threading.Thread(target=shared.warm_up, args=(threading.Event(),), daemon=True).start()
             return LocalSession(channel, known[0]), known[1]
-        except BaseException:
+        except BaseException:  # nobody has the channel yet
             channel.close()
             raise
 
@@ -269,7 +270,8 @@ class _Connection:
 
     def _fetch(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
         layers, layer_bytes = self._geometry(request.namespace)
-        self._asked.note(request.keys)
+        if request.flag != OF_STREAM:
+            self._asked.note(request.keys)
         first, end = request.layers
         if not 0 <= first < end <= layers:
             raise UsageError(f"layers {first}:{end} of a block that has {layers}")
@@ -465,6 +467,7 @@ class _Connection:
 
     def _hold(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
         layers, layer_bytes = self._geometry(request.namespace)
+        self._asked.note(request.keys)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         probe = self._index(shard_deadline).probe(request.keys)
         size = layers * layer_bytes

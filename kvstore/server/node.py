@@ -213,7 +213,7 @@ class Node:
         """
         try:
             self._start()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: processes that were started must not outlive us
             self.stop()
             raise
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -45,12 +46,12 @@ def admit(policy: EvictionPolicy, handles: I64, keys: U64 | None = None) -> None
     policy.admit(handles, keys_of(handles) if keys is None else keys)
 
 
-class EvictionConformance:
+class EvictionConformance(ABC):
     """What `kvstore.server.eviction.base.EvictionPolicy` promises, for any order of preference."""
 
+    @abstractmethod
     def new_policy(self) -> EvictionPolicy:
         """An empty policy, good for handles 0 to 99,999."""
-        raise NotImplementedError
 
     def test_every_admitted_block_is_offered_once(self) -> None:
         policy = self.new_policy()

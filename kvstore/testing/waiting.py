@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-POLL_S = 0.01
+POLL_S = 0.01  # between two looks: other processes tell us nothing when they change
 
 
 def until(condition: Callable[[], object], timeout_s: float = 10.0, what: str = "the condition") -> None:

@@ -328,7 +328,7 @@ class Exchange:
             if not head:
                 raise Unavailable(f"{self._stream.peer} closed the connection")
             return bytes(self._check(decode_header(head))), fds
-        except BaseException:
+        except BaseException:  # Ctrl-C too: descriptors are not garbage-collected
             for fd in fds:
                 os.close(fd)
             raise

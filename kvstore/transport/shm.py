@@ -283,7 +283,7 @@ class SharedMemoryLink:
         channel = connect_local(socket_path, deadline)
         try:
             self._shared = SharedShard(channel, deadline)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: nobody has the channel yet
             channel.close()
             raise
         self._session = LocalSession(channel, self._shared)
@@ -384,16 +384,27 @@ class SharedMemoryLink:
 
     def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> SharedLayerSource:
         self._require_usable()
+        self._asked.note(keys)
 
         def promote(cold: Keys) -> None:
             self._promote(cold, Deadline(timeout_s))
 
         return SharedLayerSource(
-            self._session, self._number, self._opened(), keys, part, ttl_s=ttl_s, timeout_s=timeout_s, promote=promote
+            self._session,
+            self._number,
+            self._opened(),
+            keys,
+            part,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+            promote=promote,
+            meter=self.meter,
         )
 
     def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedLayerSink:
         self._require_usable()
+        self._session.tell(self._asked, Deadline(timeout_s))
+        self._asked.end(keys)
         return SharedLayerSink(
             self._session,
             self._number,
@@ -402,6 +413,7 @@ class SharedMemoryLink:
             ttl_s=ttl_s,
             timeout_s=timeout_s,
             checksums=self._checksums,
+            meter=self.meter,
         )
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:

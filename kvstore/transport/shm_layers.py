@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, Mask, Part, SliceStatus
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, SliceStatus
 from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.channel import Deadline
 from kvstore.transport.copying import copy_blocks
@@ -44,6 +44,7 @@ class SharedLayerSource:
         session: the link's.
         number: of the namespace on this shard.
         promote: brings keys up from the SSD; run in a thread of its own.
+        meter: the link's.
     """
 
     depth = 1  # a copy is over when the next one begins
@@ -59,11 +60,14 @@ class SharedLayerSource:
         ttl_s: float,
         timeout_s: float,
         promote: Callable[[Keys], None],
+        meter: LinkMeter,
     ) -> None:
         self._session, self._number, self._namespace = session, number, namespace
         self._keys, self._part, self._ttl_s = keys, part, ttl_s
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # of the leases: `renew` comes from another thread
+        self._lock = threading.Lock()  # of the leases: `renew` and `close` come from other threads
+        self._copying = threading.Lock()  # held while the caller's memory is written to, under leases that must last
+        self._closed = False
         self._leases: list[int] = []
         self._valid_until_s = float("inf")
         self._renew_at_s = float("inf")
@@ -71,6 +75,8 @@ class SharedLayerSource:
         self._generations = np.zeros(len(keys), dtype=np.uint64)
         self._whole = np.zeros(len(keys), dtype=np.bool_)  # held and committed
         self._gone = np.zeros(len(keys), dtype=np.bool_)
+        self._meter = meter
+        self._counted = np.zeros(len(keys), dtype=np.bool_)  # blocks of which something was read
         self._promotion: threading.Thread | None = None
         self._requests: deque[tuple[int, I64]] = deque()
         cold = self._hold(np.arange(len(keys)), Deadline(timeout_s))
@@ -91,11 +97,14 @@ class SharedLayerSource:
         if len(open_rows):
             ready |= np.isin(rows, self._advanced(open_rows, layer, deadline))
         at = np.flatnonzero(ready)
-        if len(at):
+        with self._copying:
+            if self._closed:
+                raise Unavailable("the stream was given up")
             start = layer * self._namespace.layer_bytes + self._part.start
             self._copy_out(into, at, self._offsets[rows[at]] + start)
             if time.monotonic() >= self._valid_until_s:  # it ran out during the copy
                 raise Unavailable(f"{self._session.channel.stream.peer}: the hold on the blocks ended")
+        self._count(rows[at])
         statuses = np.where(self._gone[rows], SliceStatus.GONE, SliceStatus.PENDING).astype(np.uint8)
         statuses[at] = SliceStatus.READY
         return statuses
@@ -111,7 +120,10 @@ class SharedLayerSource:
                     self._valid_until_s = now_s + self._ttl_s
 
     def close(self, *, abandon: bool = False) -> None:
-        del abandon  # nothing waits here
+        del abandon  # nothing waits here for long
+        # A copy that is under way ends under its lease: once that is released, the bytes could be another block's.
+        with self._copying:
+            self._closed = True
         with self._lock, contextlib.suppress(Unavailable):
             leases, self._leases = self._leases, []
             self._renew_at_s = float("inf")
@@ -132,6 +144,9 @@ class SharedLayerSource:
             lease, held = self._session.lease(found, self._ttl_s, deadline)
             with self._lock:
                 self._leases.append(lease)
+                if self._closed:  # meanwhile; `close` has released what was there
+                    self._session.release([self._leases.pop()], deadline)
+                    raise Unavailable("the stream was given up")
                 self._valid_until_s = min(self._valid_until_s, asked_s + self._ttl_s)
                 self._renew_at_s = min(self._renew_at_s, asked_s + self._ttl_s / 3)
             mine = rows[at[held]]
@@ -160,6 +175,11 @@ class SharedLayerSource:
         self._whole[held] = same & probe.readable(self._number, _ALL_LAYERS, size)
         return held[same & probe.readable(self._number, layer + 1, size)]
 
+    def _count(self, rows: I64) -> None:
+        fresh = int(np.count_nonzero(~self._counted[rows]))
+        self._counted[rows] = True
+        self._meter.add(read_blocks=fresh, read_bytes=len(rows) * self._part.size)
+
     def _copy_out(self, into: Blocks, at: I64, starts: I64) -> None:
         pool, size = self._session.shared.pool_read_only, self._part.size
         if isinstance(into, Region):
@@ -176,6 +196,7 @@ class SharedLayerSink:
         session: the link's.
         number: of the namespace on this shard.
         checksums: also write the sums of the layers, with the commit.
+        meter: the link's.
     """
 
     def __init__(
@@ -188,8 +209,10 @@ class SharedLayerSink:
         ttl_s: float,
         timeout_s: float,
         checksums: bool,
+        meter: LinkMeter,
     ) -> None:
         self._session, self._number, self._namespace, self._ttl_s = session, number, namespace, ttl_s
+        self._meter = meter
         request = KeyRequest(number, keys, ttl_ms=int(ttl_s * 1000), size_bytes=namespace.block_bytes)
         rows = session.reserve(request, Deadline(timeout_s))
         self.statuses: U8 = rows["status"].copy()
@@ -222,6 +245,8 @@ class SharedLayerSink:
             size = self._namespace.block_bytes
             write_trailers(self._session.shared.pool, self._offsets, size, self._rows["generation"], self._sums)
         done[self._mine] = self._session.settle(Op.COMMIT, self._rows, Deadline(timeout_s))
+        written = int(np.count_nonzero(done))
+        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
         return done
 
     def abort(self, timeout_s: float) -> None:

@@ -196,6 +196,7 @@ class TcpLink:
                 timeout_s=timeout_s,
                 give_back=self._give_back,
                 damaged=damaged,
+                meter=self.meter,
             )
         except BaseException:
             self._give_back(channel, channel.usable)
@@ -212,6 +213,7 @@ class TcpLink:
                 ttl_s=ttl_s,
                 timeout_s=timeout_s,
                 give_back=self._give_back,
+                meter=self.meter,
             )
         except BaseException:
             self._give_back(channel, channel.usable)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import KvStoreError, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, Mask, Part, SliceStatus
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, SliceStatus
 from kvstore.transport.buffers import Blocks
 from kvstore.transport.channel import Channel, Deadline
 from kvstore.transport.receiving import receive_verified
@@ -27,6 +27,7 @@ from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
     FETCH_ROW,
+    OF_STREAM,
     RESERVE_ROW,
     U64,
     Found,
@@ -57,6 +58,7 @@ class TcpLayerSource:
         channel: this source's alone until `close`.
         give_back: takes the channel at the end, and whether it can be used again.
         damaged: told of blocks whose bytes did not match their sums.
+        meter: the link's.
     """
 
     depth = 3  # one being received, one being sent, one on its way to the server
@@ -73,13 +75,17 @@ class TcpLayerSource:
         timeout_s: float,
         give_back: Callable[[Channel, bool], None],
         damaged: Callable[[Keys], None],
+        meter: LinkMeter,
     ) -> None:
         self._channel, self._number, self._namespace = channel, number, namespace
         self._keys, self._part, self._ttl_s = keys, part, ttl_s
         self._timeout_s = timeout_s
         self._give_back, self._damaged = give_back, damaged
         self._requests: deque[_Request] = deque()
+        self._meter = meter
+        self._counted = np.zeros(len(keys), dtype=np.bool_)  # blocks of which something was read
         self._lock = threading.Lock()  # of the end, which may come from another thread
+        self._writing = threading.Lock()  # held while the caller's memory is written to
         self._closed = False
         self._last = 0
         self._wanted = (0, 0) if part.size == namespace.layer_bytes else (part.start, part.size)
@@ -95,7 +101,7 @@ class TcpLayerSource:
             return
         ttl_ms = max(1, int(self._timeout_s * 1000))
         request = KeyRequest(
-            self._number, self._keys[rows], layers=(layer, layer + 1), ttl_ms=ttl_ms, part=self._wanted
+            self._number, self._keys[rows], (layer, layer + 1), flag=OF_STREAM, ttl_ms=ttl_ms, part=self._wanted
         )
         deadline = Deadline(self._timeout_s)
         self._channel.stream.send([encode(Op.FETCH, self._last, request.encode())], deadline)
@@ -119,8 +125,18 @@ class TcpLayerSource:
         sums = decode_rows(body, U64, len(found), offset=answer.nbytes).reshape(-1, 1)
         if frame.payload_bytes != len(found) * size or int(answer["found"].max()) > max(Found):
             raise ProtocolError(f"{len(found)} slices of {size} bytes came with {frame.payload_bytes} bytes")
-        matching = receive_verified(lambda target: stream.receive_into(target, deadline), found, into, size, size, sums)
+
+        def receive_into(target: memoryview) -> None:
+            with self._writing:
+                if self._closed:
+                    raise Unavailable("the stream was given up")
+                stream.receive_into(target, deadline)
+
+        matching = receive_verified(receive_into, found, into, size, size, sums)
         statuses = _STATUS_OF[answer["found"]]
+        read = request.rows[found[matching]]
+        self._meter.add(read_blocks=int(np.count_nonzero(~self._counted[read])), read_bytes=len(read) * size)
+        self._counted[read] = True
         if not matching.all():
             statuses[found[~matching]] = SliceStatus.GONE
             self._damaged(self._keys[request.rows[found[~matching]]])
@@ -141,6 +157,9 @@ class TcpLayerSource:
                 release = LeaseRequest(np.array([self._lease], dtype=np.uint64)).encode()
                 self._channel.post(Op.RELEASE, release, Deadline(self._timeout_s))
         self._give_back(self._channel, usable)
+        # Closing the socket has woken up whoever receives. What the kernel had already still goes where it should.
+        with self._writing:
+            pass
 
     def _renew(self, now_s: float) -> None:
         """Prolong the lease between two answers, when nothing else is under way on the connection."""
@@ -159,6 +178,7 @@ class TcpLayerSink:
     Args:
         channel: this sink's alone until `commit` or `abort`: the server knows the reservation by its connection.
         give_back: takes the channel at the end, and whether it can be used again.
+        meter: the link's.
     """
 
     def __init__(
@@ -171,8 +191,10 @@ class TcpLayerSink:
         ttl_s: float,
         timeout_s: float,
         give_back: Callable[[Channel, bool], None],
+        meter: LinkMeter,
     ) -> None:
         self._channel, self._number, self._namespace = channel, number, namespace
+        self._meter = meter
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._give_back = give_back
         self._open = True
@@ -204,6 +226,8 @@ class TcpLayerSink:
     def commit(self, timeout_s: float) -> Mask:
         done = np.zeros(len(self.statuses), dtype=np.bool_)
         done[self._mine] = self._settle(Op.COMMIT, timeout_s)
+        written = int(np.count_nonzero(done))
+        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
         return done
 
     def abort(self, timeout_s: float) -> None:

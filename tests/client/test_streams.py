@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 import kvstore
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
+from kvstore.transport.base import Part
+from kvstore.transport.buffers import Region
+from kvstore.transport.shm import SharedMemoryLink
 
 LAYERS, HEADS, BLOCKS = 6, 4, 10
 SPACE = kvstore.Namespace(
@@ -308,6 +311,60 @@ def test_blocks_come_from_the_ssd_too() -> None:
                         for layer in stream.layers:
                             assert stream.wait(layer).all()
                     np.testing.assert_array_equal(into, data ^ np.uint8(number))
+
+
+def test_a_stream_is_counted_and_noted_as_one_request(server: ServerProcess, client: kvstore.Client) -> None:
+    keys, data = stored(client, 14)
+
+    def noted() -> int:
+        return sum(shard["counters"]["noted_requests"] for shard in server.status()["shards"])
+
+    client.lookup(prompt(client, 99, 1))  # another request, which ends what was noted of the puts
+    before = [sum(link[name] for link in client.stats()["links"]) for name in ("read_blocks", "read_bytes")]
+    noted_before, parts = noted(), len(client.stats()["links"])
+    with client.layer_stream(keys, np.zeros_like(data)) as stream:
+        assert stream.wait(LAYERS - 1).all()
+    after = [sum(link[name] for link in client.stats()["links"]) for name in ("read_blocks", "read_bytes")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [BLOCKS, BLOCKS * SPACE.block_bytes]
+    until(lambda: noted() > noted_before, what="the note of the request")
+    assert noted() - noted_before <= 2 * parts
+
+
+def test_blocks_are_held_while_they_are_copied_and_nothing_is_copied_afterwards(server: ServerProcess) -> None:
+    """Who gives up a stream may use its memory at once, and a copy under way must not outlive its lease."""
+    with connect(server, "shm") as client:
+        keys, data = stored(client, 15)
+        links = client._nodes[0].links  # pyright: ignore[reportPrivateUsage] -- the copy is held up inside
+        link = next(link for link in links if link is not None and link.lookup(keys.array[:1], 5.0).states[0])
+        assert isinstance(link, SharedMemoryLink)
+        source = link.layers(keys.array[:1], Part(0, SPACE.layer_bytes), 10.0, 5.0)
+        into = Region(np.zeros(SPACE.layer_bytes, np.uint8), np.zeros(1, np.int64))
+        inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+        copy = source._copy_out  # pyright: ignore[reportPrivateUsage] -- as above
+
+        def slowly(*arguments: Any) -> None:
+            inside.set()
+            assert go_on.wait(10.0)
+            copy(*arguments)
+
+        source._copy_out = slowly  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] -- as above
+        source.send(0, np.array([0]))
+        reading = threading.Thread(target=source.receive, args=(into, 5.0))
+        reading.start()
+        assert inside.wait(10.0)
+        closing = threading.Thread(target=lambda: (source.close(abandon=True), closed.set()))
+        closing.start()
+        assert not closed.wait(0.2)
+        assert sum(shard["gauges"]["leases_now"] for shard in server.status()["shards"]) == 1
+        go_on.set()
+        for thread in (reading, closing):
+            thread.join()
+        np.testing.assert_array_equal(into.memory, data[0, 0])
+        assert sum(shard["gauges"]["leases_now"] for shard in server.status()["shards"]) == 0
+        source.send(1, np.array([0]))
+        with pytest.raises(kvstore.Unavailable, match="given up"):
+            source.receive(into, 5.0)
+        np.testing.assert_array_equal(into.memory, data[0, 0])
 
 
 def buffers(count: int = LAYERS, size: int = SPACE.layer_bytes * BLOCKS) -> list[U8]:

@@ -113,7 +113,7 @@ class SystemFiles:
         fd = os.open(path, self._flags | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
-        except BaseException:
+        except BaseException:  # whatever it was, a file of half its size must not stay
             os.close(fd)
             path.unlink()
             raise
