@@ -74,6 +74,7 @@ _FORWARDED = frozenset(
         Op.RESERVE,
     }
 )
+_DROPPED = -1  # a reservation that was given back because a layer arrived damaged: nothing is written there any more
 _WITH_PAYLOAD = frozenset({Op.WRITE, Op.WRITE_LAYER})
 
 
@@ -179,7 +180,7 @@ class _Connection:
         self._session: LocalSession = cast("LocalSession", None)
         self._known_sums: KnownSums = cast("KnownSums", None)
         self._asked = ChainLog()
-        self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write
+        self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write, or _DROPPED
         self._layer_sums: dict[int, NDArray[np.uint64]] = {}  # generation -> sums of the layers that have come
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
 
@@ -407,7 +408,7 @@ class _Connection:
         offsets = [self._reserved.pop(generation, None) for generation in request.refs["generation"].tolist()]
         layers, layer_bytes = self._geometry(request.namespace)
         size = layers * layer_bytes
-        if None in offsets or frame.payload_bytes != len(offsets) * (size + layers * 8):
+        if {None, _DROPPED} & set(offsets) or frame.payload_bytes != len(offsets) * (size + layers * 8):
             raise ProtocolError("a WRITE for blocks that were not reserved here, or of another size")
         pool = memoryview(self._session.shared.pool)
         step = max(1, RECEIVE_BYTES_MAX // layer_bytes) * layer_bytes
@@ -439,18 +440,24 @@ class _Connection:
         if None in offsets or not 0 <= layer < layers or frame.payload_bytes != len(offsets) * (layer_bytes + 8):
             raise ProtocolError("a WRITE_LAYER for blocks that were not reserved here, or of another size")
         pool = memoryview(self._session.shared.pool)
+        nowhere = memoryview(bytearray(layer_bytes)) if _DROPPED in offsets else pool
         received: list[int] = []
         for offset in cast("list[int]", offsets):
-            piece = pool[offset + layer * layer_bytes : offset + (layer + 1) * layer_bytes]
+            start = offset + layer * layer_bytes
+            piece = nowhere if offset == _DROPPED else pool[start : start + layer_bytes]
             self._stream.receive_into(piece, deadline)
             received += sums_of(piece, layer_bytes)
         told = np.frombuffer(self._stream.receive(len(offsets) * 8, deadline), dtype=U64)
-        whole = told == np.array(received, dtype=np.uint64)
+        alive = np.array(offsets) != _DROPPED
+        whole = alive & (told == np.array(received, dtype=np.uint64))
         for generation, total in zip(request.refs["generation"].tolist(), told.tolist(), strict=True):
             self._layer_sums.setdefault(generation, np.zeros(layers, dtype=np.uint64))[layer] = total
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        if not whole.all():
-            self._session.settle(Op.ABORT, request.refs[~whole], shard_deadline)
+        damaged = request.refs[alive & ~whole]
+        if len(damaged):
+            # Their slots may be others' from now on, while the client's next layers are on their way.
+            self._reserved.update(dict.fromkeys(damaged["generation"].tolist(), _DROPPED))
+            self._session.settle(Op.ABORT, damaged, shard_deadline)
         done = np.zeros(len(offsets), dtype=np.bool_)
         ttl_s = request.ttl_ms / 1000
         done[whole] = self._session.publish(request.refs[whole], request.layers_ready, ttl_s, shard_deadline)
@@ -460,7 +467,7 @@ class _Connection:
         """Blocks that were written layer by layer are about to be committed or dropped: their sums, and no more."""
         for generation in request.refs["generation"].tolist():
             offset, sums = self._reserved.pop(generation, None), self._layer_sums.pop(generation, None)
-            if op == Op.COMMIT and offset is not None and sums is not None:
+            if op == Op.COMMIT and offset not in {None, _DROPPED} and sums is not None:
                 layers, layer_bytes = len(sums), self._geometry(request.namespace)[1]
                 at, written = np.array([offset]), np.array([generation], dtype=np.uint64)
                 write_trailers(self._session.shared.pool, at, layers * layer_bytes, written, sums.reshape(1, layers))

@@ -312,6 +312,7 @@ class Node:
 
         Raises:
             UsageError: no name of a tenant, or shares that add up to more than there is.
+            Unavailable: a shard does not answer; the others know it, and it is kept.
         """
         if not re.fullmatch(TENANT_PATTERN, tenant):
             raise UsageError(f"tenant {tenant[:40]!r}: allowed is {TENANT_PATTERN}, as the status shows it")
@@ -325,8 +326,17 @@ class Node:
                     )
             self._data_dir.keep_quotas({name: each for name, each in quotas.items() if each != TenantQuota()})
             told = self._quotas_per_shard()
+            silent: list[str] = []
             for shard in self._shards:
-                shard.call(lambda calls, deadline: calls.set_quotas(told, deadline))
+                try:
+                    shard.call(lambda calls, deadline: calls.set_quotas(told, deadline))
+                except KvStoreError:
+                    silent.append(str(shard.number))
+            if silent:
+                raise Unavailable(
+                    f"shard {', '.join(silent)} does not answer: the quota is kept, and holds there after its restart, "
+                    "or when it is set again"
+                )
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -367,6 +367,29 @@ def test_blocks_are_held_while_they_are_copied_and_nothing_is_copied_afterwards(
         np.testing.assert_array_equal(into.memory, data[0, 0])
 
 
+def test_a_block_that_arrives_damaged_is_dropped_and_its_next_layers_go_nowhere(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(server, "tcp") as client, connect(server, "shm") as other:
+        keys, data, wrong = prompt(client, 16), content(seed=16), content(seed=17)
+        with client.publish_stream(keys) as publishing:
+
+            def no_sum(*_: object) -> list[int]:
+                return [0]
+
+            with monkeypatch.context() as patched:
+                patched.setattr("kvstore.transport.tcp_layers.sums_of", no_sum)
+                publishing.write(0, np.ascontiguousarray(wrong[:, 0]))
+            until(lambda: not other.lookup(keys).states.any(), what="the end of the reservations")
+            assert other.put(keys, data).stored == BLOCKS  # into the same slots, as they were freed last
+            for layer in range(1, LAYERS):
+                publishing.write(layer, np.ascontiguousarray(wrong[:, layer]))
+            assert publishing.commit().stored == 0
+        got = np.zeros_like(data)
+        assert other.get_into(keys, got).ok.all()
+        np.testing.assert_array_equal(got, data)
+
+
 def buffers(count: int = LAYERS, size: int = SPACE.layer_bytes * BLOCKS) -> list[U8]:
     return [np.zeros(size, np.uint8) for _ in range(count)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -121,3 +123,21 @@ def test_the_tenants_salt_is_told_to_nobody(server: ServerProcess) -> None:
     assert ANN.tenant.hex() not in str(server.status())
     assert "secret" not in str(server.status())
     assert BOB.tenant_id == "default"
+
+
+def test_a_frozen_shard_is_named_and_the_others_know_the_quota(server: ServerProcess) -> None:
+    frozen = server.shard_pid(0)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        with (
+            ControlClient(server.address, timeout_s=10.0) as control,
+            pytest.raises(kvstore.KvStoreError, match="shard 0 does not answer: the quota is kept"),
+        ):
+            control.set_quota(ANN.tenant_id, TenantQuota(dram_limit=20 * SLOT_BYTES))
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    until(lambda: server.status()["healthy"], what="shard 0 again")
+    assert tenant(server, ANN)["dram"]["limit"] == 20 * SLOT_BYTES
+    put(server, ANN, 0, 1, "shm")
+    told = server.status()["shards"][1]["quotas"]
+    assert [row["limit"] for row in told if row["tenant"] == ANN.tenant_id] == [10 * SLOT_BYTES]
