@@ -308,6 +308,9 @@ class _PartReader:
         gone = rows[statuses == SliceStatus.GONE]
         if len(gone):
             self._alive = self._alive[~np.isin(self._alive, gone)]
+        # What lacks a layer stays away, also when somebody has put it again since this was asked for.
+        if len(self._alive) < len(self._rows):
+            statuses[~np.isin(rows, self._alive)] = SliceStatus.GONE
         self._waiting = rows[statuses == SliceStatus.PENDING]
         if not len(self._waiting):
             self._pause_s = POLL_S

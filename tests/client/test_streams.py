@@ -12,10 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 import kvstore
+from kvstore.client.streams import LayerStream, layer_memory
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
-from kvstore.transport.base import Part
-from kvstore.transport.buffers import Region
+from kvstore.transport.base import Part, SliceStatus
+from kvstore.transport.buffers import Blocks, Region
 from kvstore.transport.shm import SharedMemoryLink
 
 LAYERS, HEADS, BLOCKS = 6, 4, 10
@@ -388,6 +389,35 @@ def test_a_block_that_arrives_damaged_is_dropped_and_its_next_layers_go_nowhere(
         got = np.zeros_like(data)
         assert other.get_into(keys, got).ok.all()
         np.testing.assert_array_equal(got, data)
+
+
+class PutAgain:
+    """A source whose second block is missing in layer 0, and there again in layer 1."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def send(self, layer: int, rows: NDArray[np.int64]) -> None:
+        self.asked.append((layer, rows.tolist()))
+
+    def receive(self, into: Blocks, timeout_s: float) -> U8:
+        layer, rows = self.asked.pop(0)
+        assert len(into) == len(rows)
+        gone = [row == 1 and layer == 0 for row in rows]
+        return np.where(gone, SliceStatus.GONE, SliceStatus.READY).astype(np.uint8)
+
+    def renew(self, now_s: float) -> None: ...
+
+    def close(self, *, abandon: bool = False) -> None: ...
+
+
+def test_a_block_that_lacks_a_layer_lacks_the_later_ones_too() -> None:
+    memory = layer_memory(buffers(3, 30), None, count=3, layers=3, size=10, dtype="uint8", name="into", writable=True)
+    with LayerStream([(np.arange(3), PutAgain())], memory, (0, 3), 3, timeout_s=5.0, lost=lambda _: None) as stream:
+        for layer in range(3):
+            assert stream.wait(layer).tolist() == [True, False, True]
 
 
 def buffers(count: int = LAYERS, size: int = SPACE.layer_bytes * BLOCKS) -> list[U8]:
