@@ -119,6 +119,7 @@ class Stores:
             policy.touch(candidates[~loose][::-1])
             self._evict_blocks(candidates[loose])
             missing = len(storing.waiting) - tenants.room(tenant) // slot_bytes
+        missing = min(missing, len(storing.waiting))  # it may be above its limit by more than this asks for
         if missing > 0:
             refused = storing.waiting[len(storing.waiting) - missing :]
             storing.waiting = storing.waiting[: len(storing.waiting) - missing]

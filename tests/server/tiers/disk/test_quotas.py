@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kvstore.server.eviction.tenants import Quota
+from kvstore.server.tiers.disk.directory import Life
 from kvstore.server.tiers.disk.messages import LoadStatus, Quotas, StoreStatus
 from tests.server.tiers.disk.rig import DIGEST, OTHER_DIGEST, Rig
 
@@ -80,4 +81,20 @@ def test_what_is_removed_or_lost_no_longer_counts(tmp_path: Path) -> None:
     assert used(rig) == {"ann": 6}
     rig.flush(DIGEST)
     assert used(rig) == {"ann": 0}
+    rig.close()
+
+
+def test_a_tenant_far_above_a_new_limit_is_refused_while_none_of_its_blocks_may_go(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, capacity=CAPACITY)
+    rig.store(range(8), tenant="ann")
+    books = rig.tier._books  # pyright: ignore[reportPrivateUsage] -- as if all of them were being read
+    held = books.directory.select(Life.DURABLE)
+    books.hold(held)
+    rig.submit(Quotas({"ann": Quota(limit=2 * BLOCK)}))
+    assert rig.store([50, 51], tenant="ann") == [NO_ROOM] * 2
+    (row,) = rig.stats()["quotas"]
+    assert (row["used"], row["refused"]) == (8 * BLOCK, 2)
+    books.release(held)
+    assert rig.store([50, 51], tenant="ann") == [DURABLE] * 2
+    assert used(rig) == {"ann": 2}
     rig.close()
