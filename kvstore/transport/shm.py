@@ -34,7 +34,7 @@ from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.device_blocks import DeviceBlocks
 from kvstore.transport.device_side import DeviceSide, attach_segment
-from kvstore.transport.memory import map_segment, prefault
+from kvstore.transport.memory import map_pool, map_segment, prefault
 from kvstore.transport.shm_layers import SharedLayerSink, SharedLayerSource
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
@@ -109,8 +109,8 @@ class SharedShard:
             self.index = IndexReader(map_segment(index_fd, writable=False))
             # Two mappings of one pool: what is handed out as a view can't be written through, by the processor's own
             # check.
-            self.pool_read_only = map_segment(pool_read_only_fd, writable=False)
-            self.pool = map_segment(pool_fd, writable=True)
+            self.pool_read_only = map_pool(pool_read_only_fd, writable=False)
+            self.pool = map_pool(pool_fd, writable=True)
             self.touch_board: NDArray[np.uint32] = map_segment(touch_fd, writable=True).view(np.uint32)
         except OSError as cause:  # out of descriptors or of address space
             raise Unavailable(f"{channel.stream.peer}: its memory can't be mapped: {cause.strerror}") from cause

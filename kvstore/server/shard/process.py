@@ -32,7 +32,7 @@ from kvstore.server.shard.gpu import GpuSide
 from kvstore.server.shard.shard import IndexSegment, Session, Shard
 from kvstore.server.shard.tiering import Admission
 from kvstore.server.tiers.disk.client import DiskLink, start_disk_worker
-from kvstore.transport.memory import create_segment, map_segment, prefault, read_only
+from kvstore.transport.memory import create_pool, create_segment, map_pool, map_segment, prefault, read_only
 from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Frame, FrameReader, Op, Status, encode
 from kvstore.wire.messages import (
     REPORT_FIELDS,
@@ -87,8 +87,8 @@ class Pool:
     """The pool and the touch board: shared memory of this shard that clients map."""
 
     def __init__(self, config: ShardConfig) -> None:
-        self.fd = create_segment(f"kvstore-pool-{config.shard}", config.pool_bytes)
-        self.memory = map_segment(self.fd, writable=True)
+        self.fd = create_pool(f"kvstore-pool-{config.shard}", config.pool_bytes)
+        self.memory = map_pool(self.fd, writable=True)
         self.read_only_fd = read_only(self.fd)
         # One word per possible block. Only the pages of handles in use ever take memory.
         self.touch_fd = create_segment(

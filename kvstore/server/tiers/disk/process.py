@@ -20,7 +20,7 @@ from kvstore.core.errors import ConfigError, ProtocolError
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.server.tiers.disk.engine import DiskTier
 from kvstore.server.tiers.disk.messages import MessageReader, decode_request, encode_answer
-from kvstore.transport.memory import map_segment
+from kvstore.transport.memory import map_pool
 
 log = logging.getLogger("kvstore")
 
@@ -124,7 +124,7 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a descriptor per slab
     link = socket.socket(fileno=config.link_fd)
-    pool = map_segment(config.pool_fd, writable=True)
+    pool = map_pool(config.pool_fd, writable=True)
     try:
         tier = DiskTier(Path(config.folder), config.capacity_bytes, pool, bytes.fromhex(config.boot_id))
     except ConfigError as error:

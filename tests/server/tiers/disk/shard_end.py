@@ -15,7 +15,7 @@ import numpy as np
 from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.tiers.disk.client import start_disk_worker
 from kvstore.server.tiers.disk.messages import LOAD_ROW, STORE_ROW, Answer, Loaded, LoadStatus, Namespace, Scanned
-from kvstore.transport.memory import create_segment, map_segment
+from kvstore.transport.memory import create_pool, map_pool
 from tests.server.tiers.disk.rig import DIGEST, content_of, keys_of
 
 A = TypeVar("A")
@@ -31,8 +31,8 @@ class ShardEnd:
         self.space = Namespace(DIGEST, layers, layer_bytes, DEFAULT_TENANT, "model@1")
         self.size = layers * layer_bytes
         self.slot = -(-(self.size + 8 * (1 + layers)) // 4096) * 4096
-        self.pool_fd = create_segment("test-pool", slots * self.slot)
-        self.pool = map_segment(self.pool_fd, writable=True)
+        self.pool_fd = create_pool("test-pool", slots * self.slot)
+        self.pool = map_pool(self.pool_fd, writable=True)
 
     def start(self, capacity: int = 64 << 20) -> None:
         """A worker; what it found is in `scanned` after `wait_scanned`."""
