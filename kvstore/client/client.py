@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from kvstore.client.arena import ArenaPool
+from kvstore.client.crew import Crew
 from kvstore.client.nodes import LinkOptions, NodeLinks, agree
 from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
 from kvstore.client.staging import Staging
@@ -35,7 +36,7 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.device.base import Device
 from kvstore.device.opening import open_device
-from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, Part, ShardLink
+from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, ShardLink, Wanted
 from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
 from kvstore.transport.device_blocks import DeviceBlocks, as_device_blocks, is_on_device, on_device
@@ -232,7 +233,7 @@ class Client:
             LayoutMismatch, UsageError: the memory does not fit, or a range is outside; nothing was copied.
         """
         chosen = self._layers(layers)
-        part = self._part(heads)
+        wanted = Wanted(*chosen, *self._heads(heads))
         count = _count(keys)
         _require_ttl(ttl_s)
         memory = layer_memory(
@@ -240,7 +241,7 @@ class Client:
             slots,
             count=count,
             layers=chosen[1] - chosen[0],
-            size=part.size,
+            size=wanted.size,
             dtype=self._namespace.dtype,
             name="into",
             writable=True,
@@ -249,7 +250,7 @@ class Client:
         links: list[ShardLink] = []
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
-            parts.append((rows, link.layers(keys.array[rows], part, ttl_s, deadline.left_s())))
+            parts.append((rows, link.layers(keys.array[rows], wanted, memory.take(rows), ttl_s, deadline.left_s())))
             links.append(link)
 
         try:
@@ -260,11 +261,11 @@ class Client:
             raise
         stream = LayerStream(
             parts,
-            memory,
             chosen,
             count,
             timeout_s=self._options.timeout_s,
             lost=lambda number: self._drop(links[number]),
+            crew=self._crew,
         )
         self._views.add(stream)
         return stream
@@ -372,6 +373,7 @@ class Client:
             node.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
+        self._crew.close()
         if self._staging is not None:
             self._staging.close()
         if self._options.device is not None and self._owns_device:
@@ -392,6 +394,7 @@ class Client:
         self._arenas = ArenaPool()
         self._staging = None if self._options.device is None else Staging(self._options.device)
         self._threads: ThreadPoolExecutor | None = None
+        self._crew = Crew("kvstore-layers")
         self._views: weakref.WeakSet[View | LayerStream] = weakref.WeakSet()
         self._members = self._membership.nodes()
         self._nodes = [NodeLinks(member, self._options) for member in self._members]
@@ -567,11 +570,11 @@ class Client:
                     node.drop(number, link)
         self._kick.set()
 
-    def _part(self, heads: tuple[int, int] | None) -> Part:
-        """The bytes of each layer that hold these heads."""
+    def _heads(self, heads: tuple[int, int] | None) -> tuple[int, int]:
+        """Start and size of the bytes of each layer that hold these heads."""
         namespace = self._namespace
         if heads is None:
-            return Part(0, namespace.layer_bytes)
+            return 0, namespace.layer_bytes
         layout = namespace.layout
         if not isinstance(layout, CanonicalLayout):
             raise UsageError(f"heads={heads!r}: the layout is opaque, only whole layers can be had")
@@ -582,7 +585,7 @@ class Client:
         if not 0 <= first < end <= layout.kv_heads:
             raise UsageError(f"heads={heads!r}: allowed is a half-open range within 0 to {layout.kv_heads}")
         size = layout.head_bytes(namespace.block_tokens, namespace.itemsize)
-        return Part(first * size, (end - first) * size)
+        return first * size, (end - first) * size
 
     def _layers(self, layers: tuple[int, int] | None) -> tuple[int, int]:
         if layers is None:

@@ -1,12 +1,13 @@
 """Layer streams: blocks that arrive layer by layer while the caller computes, and blocks that leave in the same way.
 
-A `LayerStream` has one thread of its own, which asks for the layers in order and notes for each of them which blocks
-have arrived. The caller waits for a layer when it needs it, and learns which blocks lack it: those, and what follows
-them in the prompt, are the caller's to compute.
+The caller waits for a layer when it needs it, and learns which blocks lack it: those, and what follows them in the
+prompt, are the caller's to compute. Sources (`kvstore.transport`) move the bytes step by step; a `LayerStream` decides
+whose step is next, and who takes it.
 """
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,34 +18,21 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.crew import Crew
 from kvstore.client.results import Mask, PutResult
 from kvstore.core.errors import LayoutMismatch, ProtocolError, StreamClosed, Unavailable, UsageError
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import LayerSink, LayerSource, SliceStatus
-from kvstore.transport.buffers import Blocks, Region, as_blocks, as_bytes
+from kvstore.transport.base import LayerSink, LayerSource
+from kvstore.transport.buffers import LayerMemory, as_bytes
+from kvstore.transport.channel import Deadline
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 
-POLL_S = 0.0005  # between looks at blocks that are still being written: a look at shared memory costs 20 us
+POLL_S = 0.0005  # between looks for what a writer or the SSD has done
 POLL_S_MAX = 0.002
-_JOIN_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMemory:
-    """Where each layer's slices of n blocks lie in the caller's memory.
-
-    Args:
-        layers: for each layer, a memory and the offset of each block's slice in it.
-    """
-
-    layers: tuple[Blocks, ...]
-
-    def of(self, layer: int, rows: I64) -> Blocks:
-        """Slices of some blocks in one layer."""
-        return self.layers[layer].take(rows)
+COMPUTES_S = 0.0002  # a caller that stays away for so long between two waits computes meanwhile
 
 
 def layer_memory(
@@ -77,15 +65,17 @@ def layer_memory(
     if not isinstance(value, (list, tuple)):
         if slots is not None:
             raise UsageError(f"{name}: slots= goes with one buffer a layer")
-        blocks = as_blocks(value, count, layers * size, name, dtype, writable=writable)
-        assert isinstance(blocks, Region)
-        parts = (Region(blocks.memory, blocks.offsets + layer * size, blocks.keep) for layer in range(layers))
-        return LayerMemory(tuple(parts))
+        memory, keep = as_bytes(value, name, dtype, writable=writable)
+        if len(memory) != count * layers * size:
+            raise LayoutMismatch(f"{name}: {len(memory)} bytes for {count} blocks of {layers} layers of {size} bytes")
+        offsets = np.arange(count, dtype=np.int64) * (layers * size)
+        return LayerMemory((memory,) * layers, tuple(range(0, layers * size, size)), offsets, gapless=True, keep=keep)
     buffers = cast("Sequence[object]", value)
     if len(buffers) != layers:
         raise LayoutMismatch(f"{name}: {len(buffers)} buffers for {layers} layers")
     offsets = _slots(slots, count, name) * size
-    regions: list[Blocks] = []
+    memories: list[NDArray[np.uint8]] = []
+    owners: list[object] = []
     for layer, buffer in enumerate(buffers):
         memory, keep = as_bytes(buffer, f"{name}[{layer}]", dtype, writable=writable)
         if slots is None and len(memory) != count * size:
@@ -94,8 +84,9 @@ def layer_memory(
             raise UsageError(
                 f"{name}[{layer}]: slot {int(offsets.max()) // size} is outside of its {len(memory) // size} slices"
             )
-        regions.append(Region(memory, offsets, keep))
-    return LayerMemory(tuple(regions))
+        memories.append(memory)
+        owners.append(keep)
+    return LayerMemory(tuple(memories), (0,) * layers, offsets, gapless=False, keep=owners)
 
 
 def _slots(slots: object, count: int, name: str) -> I64:
@@ -116,38 +107,50 @@ def _slots(slots: object, count: int, name: str) -> I64:
 class LayerStream:
     """Layers on their way into the caller's memory; made by `Client.layer_stream`. A context manager.
 
-    Layers are numbered as in the block. `ok` is bool of shape (layers of the stream, blocks): what has arrived so far.
+    Layers are numbered as in the block. A thread of the stream's own brings them while the caller computes. Over shared
+    memory there is nothing to wait for but the copies: there a caller that waits makes them itself, so that no layer
+    costs a change of threads.
+
     One thread at a time may wait; `cancel` may come from any.
     """
 
     def __init__(
         self,
         parts: Sequence[tuple[I64, LayerSource]],
-        memory: LayerMemory,
         layers: tuple[int, int],
         count: int,
         *,
         timeout_s: float,
         lost: Callable[[int], None],
+        crew: Crew,
     ) -> None:
-        self._parts = list(parts)
-        self._memory = memory
+        self._parts = [_Part(number, rows, source) for number, (rows, source) in enumerate(parts)]
         self._first, self._end = layers
+        self._count = count
         self._timeout_s = timeout_s
         self._lost = lost
-        self._settled = threading.Condition()
+        self._turn = threading.Lock()  # who has it takes the next step
+        self._local = all(part.source.fileno() < 0 for part in self._parts)
+        self._changed = threading.Condition()
         self._done = 0  # layers of which all is known
         self._stop = False
         self._cancelled = False
-        self.ok: Mask = np.zeros((self._end - self._first, count), dtype=np.bool_)
+        self._waits = False  # the caller, and takes the steps itself
+        self._left_s = 0.0  # when it last returned from a wait
         self.arrived_s: list[float] = []  # time.monotonic of each layer that is settled
-        self._thread = threading.Thread(target=self._run, name="kvstore-layers", daemon=True)
-        self._thread.start()
+        self._collects = False  # the caller has not computed between its last two waits
+        self._note()
+        crew.run(self._run)
 
     @property
     def layers(self) -> range:
         """The layers of this stream, in their order."""
         return range(self._first, self._end)
+
+    @property
+    def ok(self) -> Mask:
+        """What has arrived so far, bool of shape (layers of the stream, blocks)."""
+        return self._arrived() > np.arange(self._end - self._first)[:, None]
 
     def ready(self, layer: int) -> bool:
         """Whether `wait` for this layer would return at once."""
@@ -168,16 +171,19 @@ class LayerStream:
             UsageError: no layer of this stream.
         """
         place = self._place(layer)
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        with self._settled:
-            if self._cancelled:
-                raise StreamClosed("the stream was cancelled: what its layers hold is not known")
-            in_time = self._settled.wait_for(lambda: self._done > place or self._stop, limit_s)
-        if not in_time:
-            self._end_it()
         if self._cancelled:
             raise StreamClosed("the stream was cancelled: what its layers hold is not known")
-        return self.ok[place].copy()
+        if self._done <= place and not self._stop:
+            deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+            if self._local:
+                self._work(place, deadline)
+            else:
+                self._sleep(place, deadline.left_s())
+            if self._done <= place:
+                self._end_it()
+        if self._cancelled:
+            raise StreamClosed("the stream was cancelled: what its layers hold is not known")
+        return self._arrived() > place
 
     def cancel(self) -> None:
         """Stop. When this returns nothing is written to the caller's memory any more. Idempotent."""
@@ -194,127 +200,134 @@ class LayerStream:
 
     def renew_if_due(self, now_s: float) -> None:
         """Prolong the hold on the blocks. The client's background calls this."""
-        for _, source in self._parts:
-            source.renew(now_s)
+        for part in self._parts:
+            part.source.renew(now_s)
 
     def _place(self, layer: int) -> int:
         if not self._first <= layer < self._end:
             raise UsageError(f"layer {layer}: this stream has layers {self._first} to {self._end - 1}")
         return layer - self._first
 
-    def _end_it(self) -> None:
-        with self._settled:
-            self._stop = True
-            self._settled.notify_all()
-        if self._thread.is_alive():
-            for _, source in self._parts:
-                source.close(abandon=True)
-        self._thread.join(_JOIN_S)
-
-    # --- the stream's own thread -------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            readers = [_PartReader(rows, source, self._memory, self._first, self._end) for rows, source in self._parts]
-            for place in range(self._end - self._first):
-                for number, reader in enumerate(readers):
-                    self._read(number, reader, place)
-                if self._stop:
-                    return
-                with self._settled:
-                    self.arrived_s.append(time.monotonic())
-                    self._done = place + 1
-                    self._settled.notify_all()
-        finally:
-            for _, source in self._parts:
-                source.close()
-            with self._settled:
-                self._stop = True
-                self._settled.notify_all()
-
-    def _read(self, number: int, reader: _PartReader, place: int) -> None:
-        try:
-            while True:
-                self.ok[place, reader.read(place, self._timeout_s)] = True
-                if self._stop or not reader.pending:
-                    return
-                reader.pause()
-        except (Unavailable, ProtocolError):
-            reader.give_up()
-            if not self._stop:
-                self._lost(number)
-
-
-class _PartReader:
-    """One shard's part of a stream: keeps `depth` requests under way, and asks again for what is not there yet."""
-
-    def __init__(self, rows: I64, source: LayerSource, memory: LayerMemory, first: int, end: int) -> None:
-        self._rows = rows  # of the stream
-        self._source = source
-        self._memory = memory
-        self._first, self._layers = first, end - first
-        self._alive = np.arange(len(rows))  # rows of the source that are not gone
-        self._sent: list[tuple[int, I64]] = []
-        self._next = 0  # the layer that is asked for next, as a place
-        self._waiting: I64 = self._alive[:0]
-        self._pause_s = POLL_S
-
-    @property
-    def pending(self) -> bool:
-        """Whether blocks lack the layer that was read last, and may still get it."""
-        return len(self._waiting) > 0
-
-    def read(self, place: int, timeout_s: float) -> I64:
-        """Read a layer, or after a pause what was pending of it: rows of the stream that have arrived."""
-        if self.pending:
-            self._send(place, self._waiting)
-        while self._next < self._layers and len(self._sent) < self._source.depth and not self.pending:
-            self._send(self._next, self._alive)
-            self._next += 1
-        arrived = self._take(place, timeout_s)
-        if self.pending:
-            self._drain(timeout_s)
-            self._next = place + 1
+    def _arrived(self) -> I64:
+        if len(self._parts) == 1:
+            return self._parts[0].source.arrived.copy()
+        arrived = np.zeros(self._count, dtype=np.int64)
+        for part in self._parts:
+            arrived[part.rows] = part.source.arrived
         return arrived
 
-    def pause(self) -> None:
-        """Before the next look: a writer moves a word in shared memory, and nothing wakes its readers."""
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, POLL_S_MAX)
+    def _end_it(self) -> None:
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        for part in self._parts:
+            part.source.close(abandon=True)
 
-    def give_up(self) -> None:
-        """No more of this part."""
-        self._alive = self._waiting = self._alive[:0]
-        self._sent.clear()
-        self._next = self._layers
+    # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _send(self, place: int, rows: I64) -> None:
-        self._source.send(self._first + place, rows)
-        self._sent.append((place, rows))
+    def _sleep(self, place: int, limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._done > place or self._stop, limit_s)
 
-    def _drain(self, timeout_s: float) -> None:
-        """A layer has to be waited for: take the answers about later ones, which will be asked for again."""
-        waiting = self._waiting
-        while self._sent:
-            self._take(self._sent[0][0], timeout_s)
-        self._waiting = waiting[np.isin(waiting, self._alive)]
+    def _work(self, place: int, deadline: Deadline) -> None:
+        """Take the steps up to this layer."""
+        self._collects = time.monotonic() - self._left_s < COMPUTES_S
+        self._waits = True
+        try:
+            while self._done <= place and not self._stop:
+                left_s = deadline.left_s()
+                if left_s <= 0 or not self._turn.acquire(timeout=left_s):
+                    return
+                try:
+                    moved = self._done > place or self._stop or self._step(left_s)
+                finally:
+                    self._turn.release()
+                if not moved:
+                    self._sleep(place, min(POLL_S, left_s))
+        finally:
+            self._waits = False
+            self._left_s = time.monotonic()
+            # A caller that only collects will be back at once. It is not worth waking anybody.
+            if not self._collects:
+                with self._changed:
+                    self._changed.notify_all()
 
-    def _take(self, place: int, timeout_s: float) -> I64:
-        if not self._sent:
-            return self._alive[:0]
-        asked, rows = self._sent.pop(0)
-        assert asked == place
-        statuses = self._source.receive(self._memory.of(place, self._rows[rows]), timeout_s)
-        gone = rows[statuses == SliceStatus.GONE]
-        if len(gone):
-            self._alive = self._alive[~np.isin(self._alive, gone)]
-        # What lacks a layer stays away, also when somebody has put it again since this was asked for.
-        if len(self._alive) < len(self._rows):
-            statuses[~np.isin(rows, self._alive)] = SliceStatus.GONE
-        self._waiting = rows[statuses == SliceStatus.PENDING]
-        if not len(self._waiting):
-            self._pause_s = POLL_S
-        return self._rows[rows[statuses == SliceStatus.READY]]
+    # --- moving ------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause_s = POLL_S
+        try:
+            while self._done < self._end - self._first and not self._stop:
+                with self._changed:
+                    while self._waits and not self._stop:
+                        self._changed.wait(COMPUTES_S * 5)
+                with self._turn:
+                    moved = self._stop or self._step(self._timeout_s)
+                if moved:
+                    pause_s = POLL_S
+                    continue
+                time.sleep(pause_s)  # a writer moves a word in shared memory, and nothing wakes its readers
+                pause_s = min(2 * pause_s, POLL_S_MAX)
+        finally:
+            for part in self._parts:
+                part.source.close()
+            with self._changed:
+                self._stop = True
+                self._changed.notify_all()
+
+    def _step(self, timeout_s: float) -> bool:
+        """Move the part that is furthest behind, of those that can be moved; False when there is none."""
+        for part in self._movable(timeout_s):
+            try:
+                moved = part.source.advance(timeout_s, soon=not self._collects)
+            except (Unavailable, ProtocolError):
+                part.over = True
+                if not self._stop:
+                    self._lost(part.number)
+                moved = True
+            if moved:
+                self._note()
+                return True
+        return False
+
+    def _movable(self, timeout_s: float) -> list[_Part]:
+        """Parts on which a step would not wait, those that are furthest behind first; all if there is but one."""
+        layers = self._end - self._first
+        open_parts = [part for part in self._parts if not part.over and part.source.settled < layers]
+        open_parts.sort(key=lambda part: part.source.settled)
+        if self._local or len(open_parts) < 2:
+            return open_parts
+        poll = select.poll()
+        places = {part.source.fileno(): part for part in open_parts}
+        for descriptor in places:
+            if descriptor >= 0:
+                poll.register(descriptor, select.POLLIN)
+        waits = all(descriptor >= 0 for descriptor in places)
+        readable = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000 if waits else 0)}
+        movable = [part for descriptor, part in places.items() if descriptor < 0 or descriptor in readable]
+        return movable or open_parts  # nobody in time: the first one will say so
+
+    def _note(self) -> None:
+        """Say which layers are settled."""
+        layers = self._end - self._first
+        done = min((part.source.settled for part in self._parts if not part.over), default=layers)
+        if done <= self._done:
+            return
+        now_s = time.monotonic()
+        with self._changed:
+            self.arrived_s += [now_s] * (done - self._done)
+            self._done = done
+            self._changed.notify_all()
+
+
+@dataclass(slots=True)
+class _Part:
+    """One shard's blocks of a stream."""
+
+    number: int
+    rows: I64
+    source: LayerSource
+    over: bool = False  # the shard was lost
 
 
 class PublishStream:

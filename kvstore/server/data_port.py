@@ -26,20 +26,23 @@ from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, 
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader, Probe
 from kvstore.server.children import read_configuration, say_ready
+from kvstore.transport.base import Keys
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
+from kvstore.transport.holding import LayerHold
 from kvstore.transport.shm import PROMOTION_SHARE, LocalSession, SharedShard, connect_local
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
     FETCH_ROW,
     LOOKUP_ROW,
-    OF_STREAM,
     RESERVE_ROW,
     U64,
     Found,
     KeyRequest,
+    LayersAnswer,
+    LayersRequest,
     RefRequest,
     decode_json,
     decode_rows,
@@ -57,6 +60,8 @@ IDLE_TIMEOUT_S = 3600.0
 REQUEST_TIMEOUT_S = 30.0
 SHARD_TIMEOUT_S = 5.0
 HOLD_S = 60.0  # longer than a request may take
+WAIT_S_MAX = 1.0  # for a writer's next layer, in one request
+LOOK_S = 0.0005  # between looks at blocks that are still being written
 OPTIMISTIC_BYTES_MAX = 64 << 10
 KNOWN_SUMS_MAX = 1 << 16
 _FORWARDED = frozenset(
@@ -171,6 +176,16 @@ class DataPort:
             self._connections.release()
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The blocks that a client reads layer by layer."""
+
+    blocks: LayerHold
+    request: KeyRequest
+    layers: int
+    layer_bytes: int
+
+
 class _Connection:
     """One client."""
 
@@ -180,6 +195,7 @@ class _Connection:
         self._session: LocalSession = cast("LocalSession", None)
         self._known_sums: KnownSums = cast("KnownSums", None)
         self._asked = ChainLog()
+        self._held: _Held | None = None
         self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write, or _DROPPED
         self._layer_sums: dict[int, NDArray[np.uint64]] = {}  # generation -> sums of the layers that have come
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
@@ -232,6 +248,8 @@ class _Connection:
                 self._write(frame, RefRequest.decode(body), deadline)
             case Op.WRITE_LAYER:
                 self._write_layer(frame, RefRequest.decode(body), deadline)
+            case Op.LAYERS:
+                self._layers(frame, LayersRequest.decode(body), deadline)
             case Op.HOLD:
                 self._hold(frame, KeyRequest.decode(body), deadline)
             case Op.LOOKUP:
@@ -271,17 +289,14 @@ class _Connection:
 
     def _fetch(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
         layers, layer_bytes = self._geometry(request.namespace)
-        if request.flag != OF_STREAM:
-            self._asked.note(request.keys)
+        self._asked.note(request.keys)
         first, end = request.layers
         if not 0 <= first < end <= layers:
             raise UsageError(f"layers {first}:{end} of a block that has {layers}")
-        if request.part[1] and (end - first != 1 or sum(request.part) > layer_bytes):
-            raise UsageError(f"bytes {request.part} of layers {first}:{end} of {layer_bytes} bytes each")
         if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
-        waited = self._bring_back(request, layers * layer_bytes)
+        waited = self._bring_back(request.namespace, request.keys, request.ttl_ms, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
@@ -293,10 +308,9 @@ class _Connection:
             there = there.take(np.flatnonzero(held))
             offsets, generations = there.offsets, there.generations
             self._session.shared.note_use(there.handles)
-            sums = self._sums(offsets, generations, layers, layer_bytes, request)
+            sums = self._sums(offsets, generations, layers, layer_bytes, request.layers)
             pool = memoryview(self._session.shared.pool_read_only)
-            start = first * layer_bytes + request.part[0]
-            size = request.part[1] or (end - first) * layer_bytes
+            start, size = first * layer_bytes, (end - first) * layer_bytes
             payload = [pool[offset + start : offset + start + size] for offset in offsets.tolist()]
             self._send_fetched(frame, found, rest, size, sums, payload, deadline)
         finally:
@@ -308,7 +322,7 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        waited = self._bring_back(request, layers * layer_bytes)
+        waited = self._bring_back(request.namespace, request.keys, request.ttl_ms, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         index = self._index(shard_deadline)
         probe = index.probe(request.keys)
@@ -316,13 +330,12 @@ class _Connection:
         found = probe.readable(request.namespace, end, layers * layer_bytes)
         rest = self._rest(probe, request, layers * layer_bytes, waited)
         rows = np.flatnonzero(found)
-        start = first * layer_bytes + request.part[0]
-        size = request.part[1] or (end - first) * layer_bytes
+        start, size = first * layer_bytes, (end - first) * layer_bytes
         copied = np.empty(len(rows) * size, dtype=np.uint8)
         places = np.arange(len(rows), dtype=np.int64) * size
         offsets = probe.offsets[rows]
         copy_blocks(copied, places, self._session.shared.pool_read_only, offsets + start, size)
-        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request)
+        sums = self._sums(offsets, probe.generations[rows], layers, layer_bytes, request.layers)
         standing = index.unchanged(probe, rows)
         self._session.shared.note_use(probe.handles[rows])
         found[rows[~standing]] = False
@@ -336,17 +349,17 @@ class _Connection:
         rest = np.where(later, Found.LATER, np.where(unfinished, Found.UNFINISHED, Found.MISS))
         return rest.astype(np.uint8)
 
-    def _bring_back(self, request: KeyRequest, size: int) -> NDArray[np.bool_]:
+    def _bring_back(self, namespace: int, keys: Keys, wait_ms: int, size: int) -> NDArray[np.bool_]:
         """Have those of the blocks that are on the SSD brought into the pool, and wait for the first piece of them, or
         until it is too late for any: for which blocks. The next pieces come while the client receives what is there.
         """
         deadline = Deadline(SHARD_TIMEOUT_S)
-        waited = np.zeros(len(request.keys), dtype=np.bool_)
-        cold = np.flatnonzero(self._index(deadline).probe(request.keys).on_disk(request.namespace, size))
+        waited = np.zeros(len(keys), dtype=np.bool_)
+        cold = np.flatnonzero(self._index(deadline).probe(keys).on_disk(namespace, size))
         if len(cold):
-            wait = Deadline(min(request.ttl_ms / 1000, SHARD_TIMEOUT_S * PROMOTION_SHARE))
+            wait = Deadline(min(wait_ms / 1000, SHARD_TIMEOUT_S * PROMOTION_SHARE))
             piece_blocks = self._session.shared.piece_blocks(size)
-            pieces = self._session.promoted(request.namespace, request.keys[cold], piece_blocks, wait, deadline)
+            pieces = self._session.promoted(namespace, keys[cold], piece_blocks, wait, deadline)
             waited[cold[next(pieces, slice(None))]] = True
         return waited
 
@@ -373,17 +386,12 @@ class _Connection:
         generations: NDArray[np.uint64],
         layers: int,
         layer_bytes: int,
-        request: KeyRequest,
+        wanted: tuple[int, int],
     ) -> NDArray[np.uint64]:
         """Sums of the wanted layers: the producer's, or where it left them out, ours."""
         shared, known = self._session.shared, self._known_sums
         size = layers * layer_bytes
-        first, end = request.layers
-        if request.part[1]:  # nobody else has sums of less than a layer
-            start, part_bytes = first * layer_bytes + request.part[0], request.part[1]
-            pool = memoryview(shared.pool_read_only)
-            pieces = [pool[offset + start : offset + start + part_bytes] for offset in offsets.tolist()]
-            return np.array([sums_of(piece, part_bytes) for piece in pieces], dtype=np.uint64).reshape(-1, 1)
+        first, end = wanted
         trailers = read_trailers(shared.pool_read_only, offsets, size, layers)
         sums = trailers[:, 1 + first : 1 + end]
         pool = memoryview(shared.pool_read_only)
@@ -473,16 +481,87 @@ class _Connection:
                 write_trailers(self._session.shared.pool, at, layers * layer_bytes, written, sums.reshape(1, layers))
 
     def _hold(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
-        layers, layer_bytes = self._geometry(request.namespace)
-        self._asked.note(request.keys)
-        shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        probe = self._index(shard_deadline).probe(request.keys)
-        size = layers * layer_bytes
-        here = (probe.states_in(request.namespace) > 0) & (probe.sizes == size)
-        rows = np.flatnonzero(here & ~probe.on_disk(request.namespace, size))
-        lease, held = self._session.lease(probe.take(rows), request.ttl_ms / 1000, shard_deadline)
-        here[rows] = held
-        self._reply(frame, lease.to_bytes(8, "little") + here.tobytes(), deadline)
+        """Hold blocks for LAYERS, in place of those before; without keys it is the end of a stream."""
+        self._let_go()
+        if len(request.keys):
+            layers, layer_bytes = self._geometry(request.namespace)
+            self._asked.note(request.keys)
+            held = LayerHold(
+                self._session, request.namespace, layers, layers * layer_bytes, request.keys, request.ttl_ms / 1000
+            )
+            held.take(np.arange(len(request.keys)), Deadline(SHARD_TIMEOUT_S))
+            self._held = _Held(held, request, layers, layer_bytes)
+        if not frame.flags & NO_REPLY:
+            self._reply(frame, b"", deadline)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.blocks.release(Deadline(SHARD_TIMEOUT_S))
+            self._held = None
+
+    def _layers(self, frame: Frame, request: LayersRequest, deadline: Deadline) -> None:
+        """Layers of blocks on hold, as far as their writers have come."""
+        held = self._held
+        if held is None or (len(request.rows) and int(request.rows.max()) >= len(held.request.keys)):
+            raise UsageError("LAYERS of blocks that are not on hold")
+        first, end = request.layers
+        if not 0 <= first < end <= held.layers or request.size < 1 or request.start + request.size > held.layer_bytes:
+            raise UsageError(
+                f"bytes {request.start}+{request.size} of layers {first}:{end} of {held.layers} of {held.layer_bytes} bytes"
+            )
+        rows = request.rows.astype(np.int64)
+        blocks = held.blocks
+        blocks.renew(time.monotonic())
+        self._wait_for(held, rows, first, request.wait_ms / 1000)
+        here = (blocks.ready[rows] > first) & ~blocks.gone[rows]
+        mine = rows[here]
+        end = int(blocks.ready[mine].clip(max=end).min()) if len(mine) else first
+        found = np.where(here, Found.HERE, np.where(blocks.gone[rows], Found.MISS, Found.UNFINISHED)).astype(np.uint8)
+        found[blocks.cold[rows] & ~blocks.gone[rows]] = Found.LATER
+        sums = self._slice_sums(held, mine, first, end, request.start, request.size)
+        blocks.require_valid()
+        body = LayersAnswer(end, found, sums).encode()
+        pieces: list[bytes | memoryview] = [encode(frame.op, frame.request, body, sums.size * request.size)]
+        pool = memoryview(self._session.shared.pool_read_only)
+        for layer in range(first, end):  # one after the other: the first bytes leave before the last are looked up
+            starts = blocks.offsets[mine] + (layer * held.layer_bytes + request.start)
+            pieces += [pool[start : start + request.size] for start in starts.tolist()]
+            self._stream.send(pieces, deadline)
+            pieces = []
+        if pieces:
+            self._stream.send(pieces, deadline)
+
+    def _wait_for(self, held: _Held, rows: NDArray[np.int64], layer: int, wait_s: float) -> None:
+        """Look how far the writers of these blocks are, until one of them has passed the layer, or it is too late."""
+        blocks, end = held.blocks, Deadline(min(wait_s, WAIT_S_MAX))
+        if not (blocks.ready[rows] < held.layers).any():
+            return
+        cold = rows[blocks.cold[rows] & ~blocks.gone[rows]]
+        if len(cold):
+            namespace, keys = held.request.namespace, held.request.keys[cold]
+            waited = self._bring_back(namespace, keys, held.request.ttl_ms, held.layers * held.layer_bytes)
+            blocks.look(cold, Deadline(SHARD_TIMEOUT_S))
+            blocks.gone[cold[waited & blocks.cold[cold]]] = True  # they could not be brought back
+        while True:
+            blocks.look(rows, Deadline(SHARD_TIMEOUT_S))
+            if ((blocks.ready[rows] > layer) | blocks.gone[rows] | blocks.cold[rows]).any() or end.left_s() <= 0:
+                return
+            time.sleep(LOOK_S)  # a writer moves a word in shared memory, and nothing wakes its readers
+
+    def _slice_sums(
+        self, held: _Held, rows: NDArray[np.int64], first: int, end: int, start: int, size: int
+    ) -> NDArray[np.uint64]:
+        """Sums of what LAYERS sends, shape (layers, rows)."""
+        offsets, layer_bytes = held.blocks.offsets[rows], held.layer_bytes
+        if size == layer_bytes:
+            generations = held.blocks.generations[rows]
+            return self._sums(offsets, generations, held.layers, layer_bytes, (first, end)).T
+        # Nobody else has sums of less than a layer.
+        pool = memoryview(self._session.shared.pool_read_only)
+        starts = np.arange(first, end)[:, None] * layer_bytes + (offsets + start)
+        pieces = (pool[place : place + size] for place in starts.reshape(-1).tolist())
+        sums = np.array([sums_of(piece, size)[0] for piece in pieces], dtype=np.uint64)
+        return sums.reshape(end - first, len(rows))
 
     def _index(self, deadline: Deadline) -> IndexReader:
         """The index in force. That of a dead shard would still be readable, but is not read: its successor knows

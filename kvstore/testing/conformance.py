@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -25,8 +26,9 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.device.base import LEGACY_STREAM, Copies, Device, Memory, host_memory
 from kvstore.server.eviction.base import EvictionPolicy
-from kvstore.transport.base import Keys, ShardLink
-from kvstore.transport.buffers import Pieces, Region
+from kvstore.testing.waiting import until
+from kvstore.transport.base import Keys, LayerSource, ShardLink, Wanted
+from kvstore.transport.buffers import LayerMemory, Pieces, Region
 
 I64 = NDArray[np.int64]
 U64 = NDArray[np.uint64]
@@ -224,6 +226,8 @@ LINK_NAMESPACE = Namespace(
 )
 TIMEOUT_S = 10.0
 ALL_LAYERS = (0, LINK_NAMESPACE.layers)
+WHOLE = Wanted(0, LINK_NAMESPACE.layers, 0, LINK_NAMESPACE.layer_bytes)
+TTL_S = 30.0
 NewLink = Callable[[], ShardLink]
 
 
@@ -366,7 +370,7 @@ class LinkConformance:
         assert not stranger.fetch(keys, memory, ALL_LAYERS, TIMEOUT_S).any()
         assert not stranger.fetch(keys[:1], memory.take(np.arange(1)), ALL_LAYERS, TIMEOUT_S).any()
         assert not stranger.lease(keys, 30.0, TIMEOUT_S).held.any()
-        self._refused(NamespaceMismatch, lambda: stranger.store(keys, memory, TIMEOUT_S))
+        _refused(NamespaceMismatch, lambda: stranger.store(keys, memory, TIMEOUT_S))
         assert stranger.usable, "an error of the caller costs nobody the link"
         assert np.array_equal(self._fetched(link, keys), blocks)
 
@@ -396,7 +400,7 @@ class LinkConformance:
 
     def test_a_namespace_is_opened_before_anything_else(self, new_link: NewLink) -> None:
         link = new_link()
-        self._refused(ProtocolError, lambda: link.store(_fresh_keys(1), _region(1, 8), TIMEOUT_S))
+        _refused(ProtocolError, lambda: link.store(_fresh_keys(1), _region(1, 8), TIMEOUT_S))
 
     def test_a_closed_link_is_unavailable_and_can_be_closed_again(self, new_link: NewLink) -> None:
         link = self.opened(new_link)
@@ -415,7 +419,7 @@ class LinkConformance:
             lambda: link.touch(keys, TIMEOUT_S),
             lambda: link.report(TIMEOUT_S),
         ):
-            self._refused(Unavailable, call)
+            _refused(Unavailable, call)
 
     def _stored(self, link: ShardLink, count: int) -> tuple[Keys, NDArray[np.uint8]]:
         keys, blocks = _fresh_keys(count), _content(count)
@@ -427,15 +431,161 @@ class LinkConformance:
         assert link.fetch(keys, into, ALL_LAYERS, TIMEOUT_S).all()
         return into.memory.reshape(len(keys), -1)
 
-    def _refused(self, kind: type[KvStoreError], call: Callable[[], object]) -> None:
-        try:
-            call()
-        except kind:
-            return
-        raise AssertionError(f"no {kind.__name__}")
+
+class LayerConformance:
+    """What `LayerSource` and `LayerSink` promise, whatever carries the bytes. With the fixture of `LinkConformance`."""
+
+    def opened(self, new_link: NewLink) -> ShardLink:
+        """A link on which the namespace of these tests is open."""
+        link = new_link()
+        link.open(LINK_NAMESPACE, TIMEOUT_S)
+        return link
+
+    def test_layers_of_blocks_that_are_there_arrive_in_order(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 7)
+        into, memory = self._memory(7)
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            for layer in range(LINK_NAMESPACE.layers):
+                self._until_settled(source, layer + 1)
+                assert (source.arrived > layer).all()
+                assert np.array_equal(into[:, layer], self._layered(blocks)[:, layer])
+
+    def test_some_bytes_of_some_layers_go_to_scattered_places_and_nowhere_else(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 3)
+        wanted = Wanted(first=1, end=3, start=120, size=300)
+        pages = [np.full((9, 300), 0xA5, np.uint8) for _ in range(wanted.layers)]
+        slots = np.array([7, 0, 4])
+        memory = LayerMemory(tuple(page.reshape(-1) for page in pages), (0, 0), slots * 300, gapless=False)
+        with closing(link.layers(keys, wanted, memory, TTL_S, TIMEOUT_S)) as source:
+            self._until_settled(source, wanted.layers)
+            assert source.arrived.tolist() == [2, 2, 2]
+        for place, page in enumerate(pages):
+            assert np.array_equal(page[slots], self._layered(blocks)[:, 1 + place, 120:420])
+            assert (np.delete(page, slots, axis=0) == 0xA5).all()
+
+    def test_blocks_that_are_absent_are_settled_and_have_not_arrived(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 2)
+        mixed = np.concatenate([keys[:1], _fresh_keys(2), keys[1:]])
+        into, memory = self._memory(4)
+        with closing(link.layers(mixed, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            self._until_settled(source, LINK_NAMESPACE.layers)
+            assert source.arrived.tolist() == [4, 0, 0, 4]
+        assert np.array_equal(into[[0, 3]], self._layered(blocks))
+
+    def test_nothing_at_all_is_settled(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        for keys in (_fresh_keys(0), _fresh_keys(2)):
+            with closing(link.layers(keys, WHOLE, self._memory(len(keys))[1], TTL_S, TIMEOUT_S)) as source:
+                self._until_settled(source, LINK_NAMESPACE.layers)
+                assert not source.advance(TIMEOUT_S)
+
+    def test_a_reader_gets_each_layer_that_a_writer_has_written_and_no_other(self, new_link: NewLink) -> None:
+        link, writer = self.opened(new_link), self.opened(new_link)
+        keys, blocks = _fresh_keys(3), _content(3)
+        into, memory = self._memory(3)
+        sink = writer.publish(keys, TTL_S, TIMEOUT_S)
+        assert sink.statuses.tolist() == [PutStatus.STORED] * 3
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            for layer in range(LINK_NAMESPACE.layers):
+                for _ in range(3):
+                    source.advance(TIMEOUT_S)
+                assert source.settled == layer
+                sink.write(layer, _as_region(self._layered(blocks)[:, layer].copy()), TIMEOUT_S)
+                self._until_settled(source, layer + 1)
+                assert np.array_equal(into[:, : layer + 1], self._layered(blocks)[:, : layer + 1])
+            assert sink.commit(TIMEOUT_S).all()
+            assert source.arrived.tolist() == [LINK_NAMESPACE.layers] * 3
+        assert (link.lookup(keys, TIMEOUT_S).states == BlockState.COMMITTED).all()
+
+    def test_an_aborted_block_that_is_put_again_is_not_read_on(self, new_link: NewLink) -> None:
+        link, writer = self.opened(new_link), self.opened(new_link)
+        keys, blocks = _fresh_keys(2), _content(2)
+        into, memory = self._memory(2)
+        sink = writer.publish(keys, TTL_S, TIMEOUT_S)
+        sink.write(0, _as_region(self._layered(blocks)[:, 0].copy()), TIMEOUT_S)
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            self._until_settled(source, 1)
+            sink.abort(TIMEOUT_S)
+            assert writer.store(keys, _as_region(_content(2)), TIMEOUT_S).tolist() == [PutStatus.STORED] * 2
+            self._until_settled(source, LINK_NAMESPACE.layers)
+            assert source.arrived.tolist() == [1, 1]
+        assert np.array_equal(into[:, 0], self._layered(blocks)[:, 0])
+        assert not into[:, 1:].any()
+
+    def test_blocks_that_are_deleted_while_they_are_read_are_read_to_the_end(self, new_link: NewLink) -> None:
+        link, other = self.opened(new_link), self.opened(new_link)
+        keys, blocks = self._stored(link, 3)
+        into, memory = self._memory(3)
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            self._until_settled(source, 1)
+            assert other.delete(keys, TIMEOUT_S).all()
+            others = _fresh_keys(100)
+            other.store(others, _as_region(_content(100)), TIMEOUT_S)
+            self._until_settled(source, LINK_NAMESPACE.layers)
+            assert source.arrived.tolist() == [LINK_NAMESPACE.layers] * 3
+        assert np.array_equal(into, self._layered(blocks))
+        other.delete(others, TIMEOUT_S)
+
+    def test_after_the_end_nothing_is_written_any_more(self, new_link: NewLink) -> None:
+        link, writer = self.opened(new_link), self.opened(new_link)
+        keys, blocks = _fresh_keys(2), _content(2)
+        into, memory = self._memory(2)
+        sink = writer.publish(keys, TTL_S, TIMEOUT_S)
+        source = link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)
+        source.close(abandon=True)
+        source.close()
+        sink.write(0, _as_region(self._layered(blocks)[:, 0].copy()), TIMEOUT_S)
+        _refused(Unavailable, lambda: self._until_settled(source, 1))
+        assert not into.any()
+        assert link.usable
+        sink.abort(TIMEOUT_S)
+
+    def test_only_what_nobody_has_is_published(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 2)
+        both = np.concatenate([keys, _fresh_keys(1)])
+        sink = link.publish(both, TTL_S, TIMEOUT_S)
+        assert sink.statuses.tolist() == [PutStatus.EXISTS, PutStatus.EXISTS, PutStatus.STORED]
+        mine = _content(1)
+        for layer in range(LINK_NAMESPACE.layers):
+            sink.write(layer, _as_region(self._layered(mine)[:, layer].copy()), TIMEOUT_S)
+        assert sink.commit(TIMEOUT_S).tolist() == [False, False, True]
+        into = _region(3, LINK_NAMESPACE.block_bytes)
+        assert link.fetch(both, into, ALL_LAYERS, TIMEOUT_S).all()
+        assert np.array_equal(into.memory.reshape(3, -1), np.concatenate([blocks, mine]))
+
+    def _stored(self, link: ShardLink, count: int) -> tuple[Keys, NDArray[np.uint8]]:
+        keys, blocks = _fresh_keys(count), _content(count)
+        assert link.store(keys, _as_region(blocks), TIMEOUT_S).tolist() == [PutStatus.STORED] * count
+        return keys, blocks
+
+    def _layered(self, blocks: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return blocks.reshape(len(blocks), LINK_NAMESPACE.layers, -1)
+
+    def _memory(self, count: int) -> tuple[NDArray[np.uint8], LayerMemory]:
+        """Zeros, shape (count, layers, bytes of a layer), and the same as a target of all layers."""
+        layers, size = LINK_NAMESPACE.layers, LINK_NAMESPACE.layer_bytes
+        into = np.zeros((count, layers, size), dtype=np.uint8)
+        offsets = np.arange(count, dtype=np.int64) * (layers * size)
+        shifts = tuple(range(0, layers * size, size))
+        return into, LayerMemory((into.reshape(-1),) * layers, shifts, offsets, gapless=True)
+
+    def _until_settled(self, source: LayerSource, layers: int) -> None:
+        until(lambda: source.settled >= layers or (source.advance(TIMEOUT_S) and False), TIMEOUT_S, f"layer {layers}")
 
 
 _random = np.random.default_rng()  # so that two runs against one server do not meet
+
+
+def _refused(kind: type[KvStoreError], call: Callable[[], object]) -> None:
+    try:
+        call()
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}")
 
 
 def _fresh_keys(count: int) -> Keys:
@@ -447,7 +597,7 @@ def _content(count: int) -> NDArray[np.uint8]:
 
 
 def _as_region(blocks: NDArray[np.uint8]) -> Region:
-    return Region(blocks.reshape(-1), np.arange(len(blocks), dtype=np.int64) * LINK_NAMESPACE.block_bytes)
+    return Region(blocks.reshape(-1), np.arange(len(blocks), dtype=np.int64) * blocks.shape[1])
 
 
 def _region(count: int, size_bytes: int) -> Region:

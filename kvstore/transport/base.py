@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, fields
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.namespace import Namespace
-from kvstore.transport.buffers import Blocks
+from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.wire.messages import REPORT_FIELDS, U64
 
 Keys = NDArray[np.void]  # KEY_DTYPE, shape (n,)
 Mask = NDArray[np.bool_]
 U8 = NDArray[np.uint8]
+I64 = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,46 +88,49 @@ class HeldBlocks(Protocol):
         ...
 
 
-class SliceStatus(IntEnum):
-    """Where one layer of one block stands with whoever wants to read it. Values fit a uint8."""
-
-    PENDING = 0
-    """Not yet: the writer has not come that far, or the block is on its way from the SSD. Ask again."""
-
-    READY = 1
-    """It is in the target."""
-
-    GONE = 2
-    """It won't come: absent, evicted, aborted, damaged, or the link is lost."""
-
-
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Which bytes of each layer of a block are meant: all of them, or those of some heads."""
+class Wanted:
+    """Which bytes of a block a reader of layers wants: in each of some layers all of them, or those of some heads."""
 
-    start: int
+    first: int
+    end: int  # layers [first, end)
+    start: int  # of the wanted bytes within a layer
     size: int
+
+    @property
+    def layers(self) -> int:
+        """How many layers."""
+        return self.end - self.first
 
 
 class LayerSource(Protocol):
-    """Layers of n blocks, one after the other, while the blocks are held. One thread uses it, except for `renew`.
+    """Layers of n blocks on their way into the caller's memory, in order, while the blocks are held.
 
-    Requests are answered in their order; `depth` says how many may be under way to keep the link busy.
-    `kvstore.testing.conformance.LayerConformance` is the suite to pass, for sinks too.
+    One thread at a time calls `advance`, again and again; `renew` and `close` may come from others. Layers are counted
+    from the first one that was asked for. `kvstore.testing.conformance.LayerConformance` is the suite to pass, for
+    sinks too.
     """
 
-    depth: int
+    arrived: I64
+    """How many layers of each block are in the memory, shape (n,)."""
 
-    def send(self, layer: int, rows: NDArray[np.int64]) -> None:
-        """Ask for a layer of these blocks."""
-        ...
+    settled: int
+    """Layers of which all is known: each block has them, or won't get them any more. At the end, all."""
 
-    def receive(self, into: Blocks, timeout_s: float) -> U8:
-        """Take the answer to the oldest request: `SliceStatus` of its rows; block i of `into` is for its row i.
+    def advance(self, timeout_s: float, *, soon: bool = True) -> bool:
+        """Take one step; False when nothing can be done just now: a writer or the SSD is awaited.
+
+        Args:
+            timeout_s: for the shard's answer.
+            soon: the next layer is wanted soon. Else the step may be larger, for throughput.
 
         Raises:
-            Unavailable: the shard can't be reached, or not in time.
+            Unavailable: the shard can't be reached, or not in time. What has arrived by now stays.
         """
+        ...
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when `advance` has something to do; -1 where it never waits for a peer."""
         ...
 
     def renew(self, now_s: float) -> None:
@@ -135,7 +138,9 @@ class LayerSource(Protocol):
         ...
 
     def close(self, *, abandon: bool = False) -> None:
-        """Let go of the blocks. With `abandon` a `receive` under way in another thread ends at once, as unavailable."""
+        """Let go of the blocks. When this returns nothing is written to the memory any more. With `abandon` an
+        `advance` under way in another thread ends at once, as unavailable.
+        """
         ...
 
 
@@ -144,7 +149,7 @@ class LayerSink(Protocol):
 
     statuses: U8  # `PutStatus` of each key, shape (n,): STORED where the block is ours to write
 
-    def write(self, layer: int, blocks: Blocks, timeout_s: float) -> None:
+    def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
         """Write the next layer of the blocks that are ours, `blocks` being just those, and move their watermark.
 
         Raises:
@@ -198,8 +203,8 @@ class ShardLink(Protocol):
         """Hold committed blocks for that long."""
         ...
 
-    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> LayerSource:
-        """Hold blocks, unfinished ones too, and read that part of their layers one by one."""
+    def layers(self, keys: Keys, wanted: Wanted, into: LayerMemory, ttl_s: float, timeout_s: float) -> LayerSource:
+        """Hold blocks, unfinished ones too, and read some of their layers, in order."""
         ...
 
     def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> LayerSink:

@@ -76,6 +76,28 @@ class Pieces:
 Blocks = Region | Pieces
 
 
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Slices of n blocks, layer by layer, in the caller's memory.
+
+    That of block i and layer l begins at byte `offsets[i] + shifts[l]` of `memories[l]`.
+    """
+
+    memories: tuple[Bytes, ...]
+    shifts: tuple[int, ...]
+    offsets: I64  # shape (n,)
+    gapless: bool  # the layers of a block lie behind one another in one memory
+    keep: object = None  # what owns the memory
+
+    def take(self, rows: I64) -> LayerMemory:
+        """The same memory, some of the blocks."""
+        return LayerMemory(self.memories, self.shifts, self.offsets[rows], self.gapless, self.keep)
+
+    def of(self, layer: int, rows: I64) -> Region:
+        """Slices of some blocks in one layer."""
+        return Region(self.memories[layer], self.offsets[rows] + self.shifts[layer], self.keep)
+
+
 class RegisteredBuffer:
     """A buffer that the client has checked and may use again and again by offset. `close` ends that.
 

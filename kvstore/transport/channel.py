@@ -12,7 +12,9 @@ import socket
 import struct
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NoReturn
 
 from kvstore.core.errors import (
@@ -96,27 +98,27 @@ class Stream:
             return False
 
     def send(self, parts: Sequence[bytes | memoryview], deadline: Deadline) -> None:
-        """Send all parts in order."""
+        """Send all parts in order: bytes, or views of bytes."""
         if len(parts) == 1 and len(parts[0]) <= _SMALL_READ_BYTES:
             self._bound(socket.SO_SNDTIMEO, deadline)
             sent = self._call(self.sock.send, parts[0])
             if sent == len(parts[0]):
                 return
             parts = [memoryview(parts[0])[max(0, sent) :]]
-        pending = [piece for part in parts for piece in _pieces(memoryview(part).cast("B"))]
-        first = 0
-        while first < len(pending):
+        pending = (
+            [piece for part in parts for piece in _pieces(part)] if max(map(len, parts)) > SEND_BYTES_MAX else parts
+        )
+        ends = list(accumulate(map(len, pending)))
+        first = sent = 0
+        while sent < ends[-1]:
             self._bound(socket.SO_SNDTIMEO, deadline)
-            batch, total = first, 0
-            while batch < len(pending) and batch - first < _IOVECS_MAX and total < SEND_BYTES_MAX:
-                total += len(pending[batch])
-                batch += 1
-            sent = max(0, self._call(self.sock.sendmsg, pending[first:batch]))
-            while first < len(pending) and sent >= len(pending[first]):
-                sent -= len(pending[first])
-                first += 1
-            if sent:
-                pending[first] = pending[first][sent:]
+            last = min(bisect_left(ends, sent + SEND_BYTES_MAX, first) + 1, first + _IOVECS_MAX)
+            batch = list(pending[first:last])
+            begun = sent - (ends[first - 1] if first else 0)
+            if begun:
+                batch[0] = memoryview(batch[0])[begun:]
+            sent += max(0, self._call(self.sock.sendmsg, batch))
+            first = bisect_right(ends, sent, first)
 
     def receive_into(self, target: memoryview, deadline: Deadline) -> None:
         """Fill the target."""
@@ -128,6 +130,21 @@ class Stream:
             if not got:
                 self._ended()
             target = target[got:]
+
+    def receive_all(self, targets: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill the targets, one after the other; small ones with one system call for many."""
+        first = 0
+        while first < len(targets):
+            batch = targets[first : first + _IOVECS_MAX]
+            first += len(batch)
+            if len(batch) > 1:
+                self._bound(socket.SO_RCVTIMEO, deadline)
+                got = self._call(_receive_message, self.sock, batch)
+                if not got:
+                    self._ended()
+                batch = _behind(batch, max(0, got))
+            for target in batch:
+                self.receive_into(target, deadline)
 
     def receive_some(self, deadline: Deadline) -> bytes:
         """What has arrived, at least one byte; a small message in one piece."""
@@ -179,7 +196,10 @@ class Stream:
         if known is not None and abs(known - left_s) <= _SLACK * left_s:
             return  # tight enough; a system call saved
         seconds = int(left_s)
-        self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, int((left_s - seconds) * 1e6)))
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, int((left_s - seconds) * 1e6)))
+        except OSError as cause:  # closed meanwhile by another thread
+            raise Unavailable(f"{self.peer}: {cause.strerror or cause}") from cause
         self._timeouts[option] = left_s
 
     def _call(self, function: Callable[..., int], *arguments: object) -> int:
@@ -333,11 +353,27 @@ class Exchange:
                 os.close(fd)
             raise
 
-    def receive_into(self, target: memoryview) -> None:
+    def receive_into(self, targets: Sequence[memoryview]) -> None:
         """Receive payload."""
-        self._stream.receive_into(target, self.deadline)
+        self._stream.receive_all(targets, self.deadline)
 
 
-def _pieces(view: memoryview) -> Iterator[memoryview]:
+def _pieces(part: bytes | memoryview) -> Iterator[memoryview]:
+    view = memoryview(part)
     for start in range(0, len(view), SEND_BYTES_MAX):
         yield view[start : start + SEND_BYTES_MAX]
+
+
+def _receive_message(sock: socket.socket, targets: Sequence[memoryview]) -> int:
+    return sock.recvmsg_into(targets, 0, socket.MSG_WAITALL)[0]
+
+
+def _behind(targets: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of them when the first `count` bytes have come."""
+    left: list[memoryview] = []
+    for target in targets:
+        taken = min(count, len(target))
+        count -= taken
+        if taken < len(target):
+            left.append(target[taken:])
+    return left

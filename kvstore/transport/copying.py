@@ -1,14 +1,14 @@
 """Copies of many equal-sized blocks between two memories, in few steps.
 
 Blocks that were stored together mostly lie in neighbouring slots. Wherever both sides advance by a constant stride
-the whole run is one strided copy; what is scattered is copied block by block, or, where blocks are so small that the
-steps would cost more than the bytes, through a gather that stays in the processor's cache.
+the whole run is one strided copy. What is scattered is moved by index, in a loop of numpy's own: straight from a source
+without gaps, else, where blocks are small, through a gather that stays in the processor's cache. Larger ones are copied
+block by block: the steps then cost a small part of what the bytes do.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
@@ -24,32 +24,78 @@ def copy_blocks(target: Bytes, target_offsets: I64, source: Bytes, source_offset
     Raises:
         IndexError: a block would reach outside its memory.
     """
-    count = len(target_offsets)
-    if not count:
-        return
-    _check(target, target_offsets, size_bytes)
-    _check(source, source_offsets, size_bytes)
-    if count == 1:
-        to, start = int(target_offsets[0]), int(source_offsets[0])
-        np.copyto(target[to : to + size_bytes], source[start : start + size_bytes])
-        return
-    starts = _run_starts(target_offsets, source_offsets)
-    if size_bytes <= _SMALL_BYTES and len(starts) * 4 > count:
-        _copy_small(target, target_offsets, source, source_offsets, size_bytes)
-        return
-    ends = np.append(starts[1:], count)
-    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        rows = end - first
-        to, start = int(target_offsets[first]), int(source_offsets[first])
-        if rows == 1:
-            np.copyto(target[to : to + size_bytes], source[start : start + size_bytes])
-            continue
-        to_step = int(target_offsets[first + 1]) - to
-        step = int(source_offsets[first + 1]) - start
-        np.copyto(
-            _strided(target, to, rows, to_step, size_bytes, writeable=True),
-            _strided(source, start, rows, step, size_bytes, writeable=False),
-        )
+    CopyPlan(target_offsets, source_offsets).copy(target, 0, source, 0, size_bytes)
+
+
+class CopyPlan:
+    """Copies of n blocks, to be made many times with both sides shifted: the runs are looked for once.
+
+    Args:
+        target_offsets, source_offsets: where each block begins, shape (n,).
+    """
+
+    def __init__(self, target_offsets: I64, source_offsets: I64) -> None:
+        self._to, self._from = target_offsets, source_offsets
+        self._count = count = len(target_offsets)
+        if not count:
+            return
+        self._span = int(target_offsets.min()), int(target_offsets.max())
+        self._source_span = int(source_offsets.min()), int(source_offsets.max())
+        starts = _run_starts(target_offsets, source_offsets)
+        self._scattered = len(starts) * 4 > count > 1
+        ends = np.append(starts[1:], count)
+        nexts = np.minimum(starts + 1, count - 1)
+        self._runs = np.stack(
+            [
+                ends - starts,
+                target_offsets[starts],
+                target_offsets[nexts] - target_offsets[starts],
+                source_offsets[starts],
+                source_offsets[nexts] - source_offsets[starts],
+            ],
+            axis=1,
+        ).tolist()
+
+    def copy(self, target: Bytes, target_shift: int, source: Bytes, source_shift: int, size_bytes: int) -> None:
+        """`target[t + target_shift :][:size] = source[s + source_shift :][:size]` for each pair of offsets.
+
+        Raises:
+            IndexError: a block would reach outside its memory.
+        """
+        if not self._count:
+            return
+        _check(target, self._span, target_shift, size_bytes)
+        _check(source, self._source_span, source_shift, size_bytes)
+        if self._scattered and self._copy_by_index(target[target_shift:], source[source_shift:], size_bytes):
+            return
+        for rows, to, to_step, start, step in self._runs:
+            if rows == 1:
+                np.copyto(
+                    target[to + target_shift : to + target_shift + size_bytes],
+                    source[start + source_shift : start + source_shift + size_bytes],
+                )
+                continue
+            np.copyto(
+                np.ndarray((rows, size_bytes), np.uint8, target.data, to + target_shift, (to_step, 1)),
+                np.ndarray((rows, size_bytes), np.uint8, source.data, start + source_shift, (step, 1)),
+            )
+
+    def _copy_by_index(self, target: Bytes, source: Bytes, size_bytes: int) -> bool:
+        # Each memory is seen as one item per place where a block could begin, so numpy moves whole blocks by index.
+        item = f"V{size_bytes}"
+        to, places = _windows(target, self._to, size_bytes)
+        if _gapless(self._from, size_bytes):
+            first = self._source_span[0]
+            to[places] = source[first : first + self._count * size_bytes].view(item)
+            return True
+        if size_bytes > _SMALL_BYTES:
+            return False
+        # What is read of one batch is still in the processor's cache when it is written.
+        start, sources = _windows(source, self._from, size_bytes)
+        batch = max(1, _CACHED_BYTES // size_bytes)
+        for first in range(0, self._count, batch):
+            to[places[first : first + batch]] = start[sources[first : first + batch]]
+        return True
 
 
 def _run_starts(first: I64, second: I64) -> I64:
@@ -71,14 +117,8 @@ def _run_starts(first: I64, second: I64) -> I64:
     return np.array(starts, dtype=np.int64)
 
 
-def _copy_small(target: Bytes, target_offsets: I64, source: Bytes, source_offsets: I64, size_bytes: int) -> None:
-    # Each memory is seen as one item per place where a block could begin, so numpy moves whole blocks by index. What is
-    # read of one batch is still in the processor's cache when it is written.
-    to, places = _windows(target, target_offsets, size_bytes)
-    start, sources = _windows(source, source_offsets, size_bytes)
-    batch = max(1, _CACHED_BYTES // size_bytes)
-    for first in range(0, len(places), batch):
-        to[places[first : first + batch]] = start[sources[first : first + batch]]
+def _gapless(offsets: I64, size_bytes: int) -> bool:
+    return bool((np.diff(offsets) == size_bytes).all())
 
 
 def _windows(memory: Bytes, offsets: I64, size_bytes: int) -> tuple[NDArray[np.void], I64]:
@@ -88,12 +128,8 @@ def _windows(memory: Bytes, offsets: I64, size_bytes: int) -> tuple[NDArray[np.v
     return np.ndarray((count,), dtype=f"V{size_bytes}", buffer=memory.data, strides=(unit,)), offsets // unit
 
 
-def _strided(memory: Bytes, start: int, rows: int, step: int, size_bytes: int, *, writeable: bool) -> Bytes:
-    return as_strided(memory[start:], shape=(rows, size_bytes), strides=(step, 1), writeable=writeable)
-
-
-def _check(memory: Bytes, offsets: I64, size_bytes: int) -> None:
-    if int(offsets.min()) < 0 or int(offsets.max()) + size_bytes > len(memory):
+def _check(memory: Bytes, span: tuple[int, int], shift: int, size_bytes: int) -> None:
+    if span[0] + shift < 0 or span[1] + shift + size_bytes > len(memory):
         raise IndexError(
-            f"blocks of {size_bytes} bytes at {offsets.min()}..{offsets.max()} in a memory of {len(memory)} bytes"
+            f"blocks of {size_bytes} bytes at {span[0] + shift}..{span[1] + shift} in a memory of {len(memory)} bytes"
         )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-# Where a pool begins in its segment. C libraries copy up to some MiB by microcode (`rep movsb`), which runs at a quarter
+# Where a pool begins in its segment. C libraries copy up to some MiB by microcode (`rep movsb`), which runs at a fourth
 # to half of its speed when the target lies up to 31 bytes above the source within a page (AMD Zen 3 and 4: 3 to 7 GiB/s
 # instead of 12). Slots begin at the same place of a page, a caller's large array 0 (mmap), 16 (malloc) or 64 bytes
 # (aligned allocation) into one: half a page away no such pair meets, in either direction.

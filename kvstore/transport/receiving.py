@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from kvstore.transport.trailer import sums_of
 
 
 def receive_verified(
-    receive_into: Callable[[memoryview], None],
+    receive: Callable[[Sequence[memoryview]], None],
     rows: NDArray[np.int64],
     into: Blocks,
     size: int,
@@ -24,46 +24,37 @@ def receive_verified(
     """Receive `size` bytes for each of these rows of `into`; which of them match their sums.
 
     Args:
-        receive_into: fills a piece of memory from the socket.
+        receive: fills pieces of memory from the socket.
         rows: of `into`, in the order in which they come, shape (n,).
         into: the caller's memory.
         size: bytes of each row, a multiple of `slice_bytes`.
         slice_bytes: what one sum is over.
         sums: expected, shape (n, size / slice_bytes).
     """
-    matching = np.ones(len(rows), dtype=np.bool_)
-    step = max(1, RECEIVE_BYTES_MAX // slice_bytes)
-    for first, end, memory in _spans(rows, into, size):
-        if end - first > 1:
-            receive_into(memory)
-            expected = sums[first:end]
-            received = np.array(sums_of(memory, slice_bytes), dtype=np.uint64).reshape(expected.shape)
-            matching[first:end] = (received == expected).all(axis=1)
-            continue
-        expected_sums = sums[first].tolist()
-        for start in range(0, len(expected_sums), step):
-            piece = memory[start * slice_bytes : (start + step) * slice_bytes]
-            receive_into(piece)
-            if sums_of(piece, slice_bytes) != expected_sums[start : start + step]:
-                matching[first] = False
-    return matching
+    received: list[int] = []
+    if isinstance(into, Region) and size * 2 <= RECEIVE_BYTES_MAX:
+        batch = RECEIVE_BYTES_MAX // size
+        memory, offsets = memoryview(into.memory), into.offsets[rows]
+        for first in range(0, len(rows), batch):
+            pieces = list(_spans(memory, offsets[first : first + batch], size))
+            receive(pieces)
+            for piece in pieces:
+                received += sums_of(piece, slice_bytes)
+    else:
+        step = max(1, RECEIVE_BYTES_MAX // slice_bytes) * slice_bytes
+        for row in rows.tolist():
+            block = into.piece(row, size)
+            for start in range(0, size, step):
+                piece = block[start : start + step]
+                receive([piece])
+                received += sums_of(piece, slice_bytes)
+    return (np.array(received, dtype=np.uint64).reshape(sums.shape) == sums).all(axis=1)
 
 
-def _spans(rows: NDArray[np.int64], into: Blocks, size: int) -> Iterator[tuple[int, int, memoryview]]:
-    """Stretches of target memory that can be received in one go: `(first, end, memory)`, indices into `rows`.
-
-    Small blocks that lie next to each other in the caller's memory form one stretch of up to RECEIVE_BYTES_MAX.
-    """
-    if not isinstance(into, Region) or size * 2 > RECEIVE_BYTES_MAX:
-        for place, row in enumerate(rows.tolist()):
-            yield place, place + 1, into.piece(row, size)
-        return
-    memory = memoryview(into.memory)
-    offsets = into.offsets[rows].tolist()
-    first = 0
-    for place in range(1, len(offsets) + 1):
-        whole = (place - first) * size
-        if place < len(offsets) and offsets[place] == offsets[first] + whole and whole + size <= RECEIVE_BYTES_MAX:
-            continue
-        yield first, place, memory[offsets[first] : offsets[first] + whole]
-        first = place
+def _spans(memory: memoryview, offsets: NDArray[np.int64], size: int) -> Iterator[memoryview]:
+    """Memory of blocks in as few pieces as possible: what lies side by side is one."""
+    breaks = np.flatnonzero(np.diff(offsets) != size)
+    firsts = [0, *(breaks + 1).tolist()]
+    starts = offsets[firsts].tolist()
+    for start, first, end in zip(starts, firsts, [*firsts[1:], len(offsets)], strict=True):
+        yield memory[start : start + (end - first) * size]

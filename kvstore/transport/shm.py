@@ -27,8 +27,8 @@ from kvstore.core.states import PutStatus
 from kvstore.device.base import COPY_WAIT_S_MIN, Device
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
-from kvstore.transport.buffers import Blocks, Region
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Wanted
+from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -382,7 +382,9 @@ class SharedMemoryLink:
         found = probe if len(there) == len(keys) else probe.take(there)
         return self._hold(len(keys), there, found, ttl_s, deadline)
 
-    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> SharedLayerSource:
+    def layers(
+        self, keys: Keys, wanted: Wanted, into: LayerMemory, ttl_s: float, timeout_s: float
+    ) -> SharedLayerSource:
         self._require_usable()
         self._asked.note(keys)
 
@@ -394,7 +396,8 @@ class SharedMemoryLink:
             self._number,
             self._opened(),
             keys,
-            part,
+            wanted,
+            into,
             ttl_s=ttl_s,
             timeout_s=timeout_s,
             promote=promote,

@@ -1,17 +1,15 @@
 """Layers over shared memory: read out of the pool under a lease, written into it under a reservation.
 
-A reader probes once and takes one lease; from then on a layer of a committed block is a copy and a look at the clock.
-Of an unfinished block it looks at the watermark before each copy: the lease keeps the slot from being given away, and
-what the watermark covers is not written again.
+A reader probes once and takes one lease; while the shard grants that, the first layers are copied already. From then on
+a layer of a committed block is a copy and a look at the clock; of an unfinished block the index is asked before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,10 +18,11 @@ from numpy.typing import NDArray
 from kvstore.core.errors import Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, SliceStatus
-from kvstore.transport.buffers import Blocks, Region
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
+from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Deadline
-from kvstore.transport.copying import copy_blocks
+from kvstore.transport.copying import CopyPlan, copy_blocks
+from kvstore.transport.holding import LayerHold
 from kvstore.transport.trailer import sums_of, write_trailers
 from kvstore.wire.frames import Op
 from kvstore.wire.messages import KeyRequest
@@ -33,8 +32,19 @@ if TYPE_CHECKING:
 
 I64 = NDArray[np.int64]
 
-_UNHELD = -1
-_ALL_LAYERS = 1 << 16  # more than any watermark: only what is committed has them all
+STEP_BYTES = 1 << 20  # 0.1 to 0.2 ms, of which the step's own cost is 20 us
+STEP_BYTES_MAX = 8 << 20  # several small layers in one copy run faster: their pieces are longer
+LOOK_S = 0.0005  # between looks at blocks that are still being written: a look at shared memory costs 20 us
+
+
+@dataclass(slots=True)
+class _Cohort:
+    """Blocks that have come equally far."""
+
+    rows: I64
+    next: int  # layer of the block that is copied next
+    ready: int  # layers of the block that can be read
+    plan: CopyPlan
 
 
 class SharedLayerSource:
@@ -43,11 +53,10 @@ class SharedLayerSource:
     Args:
         session: the link's.
         number: of the namespace on this shard.
+        wanted, into: what to read, and where it goes.
         promote: brings keys up from the SSD; run in a thread of its own.
         meter: the link's.
     """
-
-    depth = 1  # a copy is over when the next one begins
 
     def __init__(
         self,
@@ -55,138 +64,136 @@ class SharedLayerSource:
         number: int,
         namespace: Namespace,
         keys: Keys,
-        part: Part,
+        wanted: Wanted,
+        into: LayerMemory,
         *,
         ttl_s: float,
         timeout_s: float,
         promote: Callable[[Keys], None],
         meter: LinkMeter,
     ) -> None:
-        self._session, self._number, self._namespace = session, number, namespace
-        self._keys, self._part, self._ttl_s = keys, part, ttl_s
+        self._session, self._keys, self._namespace = session, keys, namespace
+        self._wanted, self._into = wanted, into
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # of the leases: `renew` and `close` come from other threads
+        self._promote, self._meter = promote, meter
+        self._hold = LayerHold(session, number, namespace.layers, namespace.block_bytes, keys, ttl_s)
         self._copying = threading.Lock()  # held while the caller's memory is written to, under leases that must last
         self._closed = False
-        self._leases: list[int] = []
-        self._valid_until_s = float("inf")
-        self._renew_at_s = float("inf")
-        self._offsets: I64 = np.full(len(keys), _UNHELD, dtype=np.int64)  # of those that are held
-        self._generations = np.zeros(len(keys), dtype=np.uint64)
-        self._whole = np.zeros(len(keys), dtype=np.bool_)  # held and committed
-        self._gone = np.zeros(len(keys), dtype=np.bool_)
-        self._meter = meter
-        self._counted = np.zeros(len(keys), dtype=np.bool_)  # blocks of which something was read
         self._promotion: threading.Thread | None = None
-        self._requests: deque[tuple[int, I64]] = deque()
-        cold = self._hold(np.arange(len(keys)), Deadline(timeout_s))
-        if len(cold):
-            self._promotion = threading.Thread(target=promote, args=(keys[cold],), name="kvstore-promote", daemon=True)
-            self._promotion.start()
+        self._cohorts: list[_Cohort] = []
+        self._waiting: I64 = np.zeros(0, dtype=np.int64)  # blocks that a writer or the SSD still works at
+        self._look_at_s = 0.0
+        self.arrived: I64 = np.zeros(len(keys), dtype=np.int64)
+        self.settled = 0
+        self._begin(Deadline(timeout_s))
 
-    def send(self, layer: int, rows: I64) -> None:
-        self._requests.append((layer, rows))
-
-    def receive(self, into: Blocks, timeout_s: float) -> U8:
-        layer, rows = self._requests.popleft()
+    def advance(self, timeout_s: float, *, soon: bool = True) -> bool:
         deadline = Deadline(timeout_s)
-        if not self._session.channel.usable or time.monotonic() >= self._valid_until_s:
-            raise Unavailable(f"{self._session.channel.stream.peer}: the hold on the blocks ended")
-        open_rows = rows[~self._whole[rows] & ~self._gone[rows]]
-        ready = self._whole[rows]
-        if len(open_rows):
-            ready |= np.isin(rows, self._advanced(open_rows, layer, deadline))
-        at = np.flatnonzero(ready)
-        with self._copying:
-            if self._closed:
-                raise Unavailable("the stream was given up")
-            start = layer * self._namespace.layer_bytes + self._part.start
-            self._copy_out(into, at, self._offsets[rows[at]] + start)
-            if time.monotonic() >= self._valid_until_s:  # it ran out during the copy
-                raise Unavailable(f"{self._session.channel.stream.peer}: the hold on the blocks ended")
-        self._count(rows[at])
-        statuses = np.where(self._gone[rows], SliceStatus.GONE, SliceStatus.PENDING).astype(np.uint8)
-        statuses[at] = SliceStatus.READY
-        return statuses
+        if self._closed:
+            raise Unavailable("the stream was given up")
+        if len(self._waiting) and time.monotonic() >= self._look_at_s:
+            self._look(deadline)
+        furthest_behind = min(
+            (cohort for cohort in self._cohorts if cohort.next < cohort.ready), key=_next, default=None
+        )
+        if furthest_behind is not None:
+            self._step(furthest_behind, STEP_BYTES if soon else STEP_BYTES_MAX)
+            self._settle()
+        return furthest_behind is not None
+
+    def fileno(self) -> int:
+        return -1
 
     def renew(self, now_s: float) -> None:
-        with self._lock:
-            if now_s < self._renew_at_s:
-                return
-            self._renew_at_s = now_s + self._ttl_s / 3
-            with contextlib.suppress(Unavailable):
-                renewed = [self._session.renew(lease, self._ttl_s, Deadline(self._timeout_s)) for lease in self._leases]
-                if all(renewed):
-                    self._valid_until_s = now_s + self._ttl_s
+        self._hold.renew(now_s)
 
     def close(self, *, abandon: bool = False) -> None:
         del abandon  # nothing waits here for long
         # A copy that is under way ends under its lease: once that is released, the bytes could be another block's.
         with self._copying:
             self._closed = True
-        with self._lock, contextlib.suppress(Unavailable):
-            leases, self._leases = self._leases, []
-            self._renew_at_s = float("inf")
-            if leases:
-                self._session.release(leases, Deadline(self._timeout_s))
+        self._hold.release(Deadline(self._timeout_s))
 
-    def _hold(self, rows: I64, deadline: Deadline) -> I64:
-        """Lease those of the rows that are in the pool, finished or not; the rows whose blocks are on the SSD."""
-        probe = self._session.index(deadline).probe(self._keys[rows])
-        size = self._namespace.block_bytes
-        cold = probe.on_disk(self._number, size)
-        there = (probe.states_in(self._number) > 0) & (probe.sizes == size) & ~cold
-        self._gone[rows] = ~there & ~cold
-        at = np.flatnonzero(there)
-        if len(at):
-            found = probe.take(at)
-            asked_s = time.monotonic()
-            lease, held = self._session.lease(found, self._ttl_s, deadline)
-            with self._lock:
-                self._leases.append(lease)
-                if self._closed:  # meanwhile; `close` has released what was there
-                    self._session.release([self._leases.pop()], deadline)
-                    raise Unavailable("the stream was given up")
-                self._valid_until_s = min(self._valid_until_s, asked_s + self._ttl_s)
-                self._renew_at_s = min(self._renew_at_s, asked_s + self._ttl_s / 3)
-            mine = rows[at[held]]
-            self._offsets[mine] = found.offsets[held]
-            self._generations[mine] = found.generations[held]
-            self._whole[mine] = found.take(np.flatnonzero(held)).readable(self._number, _ALL_LAYERS, size)
-            self._gone[rows[at[~held]]] = True
-            self._session.shared.note_use(found.handles)
-        return rows[cold]
+    def _begin(self, deadline: Deadline) -> None:
+        hold = self._hold
 
-    def _advanced(self, rows: I64, layer: int, deadline: Deadline) -> I64:
-        """Those of the unfinished rows whose writers have passed this layer by now; what is gone is noted."""
-        unheld = rows[self._offsets[rows] == _UNHELD]
-        if len(unheld):
-            over = self._promotion is None or not self._promotion.is_alive()
-            cold = self._hold(unheld, deadline)
-            if over:
-                self._gone[cold] = True  # it could not be brought back
-        held = rows[(self._offsets[rows] != _UNHELD) & ~self._gone[rows]]
-        if not len(held):
-            return held
-        probe = self._session.index(deadline).probe(self._keys[held])
-        same = probe.generations == self._generations[held]
-        self._gone[held[~same]] = True  # aborted, deleted, or another one by now
-        size = self._namespace.block_bytes
-        self._whole[held] = same & probe.readable(self._number, _ALL_LAYERS, size)
-        return held[same & probe.readable(self._number, layer + 1, size)]
+        def copy_first() -> None:
+            self._group()
+            if self._cohorts and self._cohorts[0].ready > self._wanted.first:
+                self._step(self._cohorts[0], STEP_BYTES)
 
-    def _count(self, rows: I64) -> None:
-        fresh = int(np.count_nonzero(~self._counted[rows]))
-        self._counted[rows] = True
-        self._meter.add(read_blocks=fresh, read_bytes=len(rows) * self._part.size)
+        lost = hold.take(np.arange(len(self._keys)), deadline, meanwhile=copy_first)
+        self.arrived[lost] = 0
+        self._meter.add(lost_races=len(lost))
+        if hold.cold.any():
+            cold = self._keys[hold.cold]
+            self._promotion = threading.Thread(target=self._promote, args=(cold,), name="kvstore-promote", daemon=True)
+            self._promotion.start()
+        if len(lost) or not self._cohorts:
+            self._group()
+        self._settle()
 
-    def _copy_out(self, into: Blocks, at: I64, starts: I64) -> None:
-        pool, size = self._session.shared.pool_read_only, self._part.size
-        if isinstance(into, Region):
-            copy_blocks(into.memory, into.offsets[at], pool, starts, size)
-            return
-        for row, start in zip(at.tolist(), starts.tolist(), strict=True):
-            np.copyto(into.array(row, size), pool[start : start + size])
+    def _look(self, deadline: Deadline) -> None:
+        """See what writers and the SSD have done meanwhile."""
+        hold, rows = self._hold, self._waiting
+        # Asked before the look: what comes in between is seen by that.
+        over = self._promotion is None or not self._promotion.is_alive()
+        before = hold.ready[rows] + hold.gone[rows]
+        hold.look(rows, deadline)
+        if over:
+            hold.gone[hold.cold] = True  # they could not be brought back
+        self._look_at_s = time.monotonic() + LOOK_S
+        if over or (hold.ready[rows] + hold.gone[rows] != before).any():
+            self._group()
+
+    def _group(self) -> None:
+        """Put blocks together that have come equally far, and whose writers have."""
+        hold, first, end = self._hold, self._wanted.first, self._wanted.end
+        rows = np.flatnonzero((hold.offsets >= 0) & ~hold.gone & (self.arrived < end - first))
+        ready = np.minimum(hold.ready[rows], end)
+        self._cohorts = []
+        stages = self.arrived[rows] * (end + 1) + ready
+        one = len(rows) > 0 and bool((stages == stages[0]).all())
+        for stage in stages[:1].tolist() if one else np.unique(stages).tolist():
+            mine = rows if one else rows[stages == stage]
+            plan = CopyPlan(self._into.offsets[mine], hold.offsets[mine])
+            self._cohorts.append(_Cohort(mine, first + stage // (end + 1), stage % (end + 1), plan))
+        self._waiting = np.flatnonzero((hold.ready < end) & ~hold.gone)
+        self._settle()
+
+    def _settle(self) -> None:
+        hold = self._hold
+        behind = min((cohort.next for cohort in self._cohorts), default=self._wanted.end) - self._wanted.first
+        unheld = len(self._waiting) and (hold.offsets[self._waiting] < 0).any()
+        self.settled = 0 if unheld else behind
+
+    def _step(self, cohort: _Cohort, step_bytes: int) -> None:
+        """Copy some layers of some blocks."""
+        wanted, into = self._wanted, self._into
+        layer_bytes = self._namespace.layer_bytes
+        pool, plan = self._session.shared.pool_read_only, cohort.plan
+        each = len(cohort.rows) * wanted.size
+        end = min(cohort.ready, cohort.next + max(1, step_bytes // max(1, each)))
+        fresh = cohort.next == wanted.first
+        with self._copying:
+            if self._closed:
+                return
+            if into.gapless and wanted.size == layer_bytes:
+                place = cohort.next - wanted.first
+                size = (end - cohort.next) * layer_bytes
+                plan.copy(into.memories[place], into.shifts[place], pool, cohort.next * layer_bytes, size)
+            else:
+                for layer in range(cohort.next, end):
+                    place, start = layer - wanted.first, layer * layer_bytes + wanted.start
+                    plan.copy(into.memories[place], into.shifts[place], pool, start, wanted.size)
+            self._hold.require_valid()
+        self._meter.add(read_blocks=len(cohort.rows) * fresh, read_bytes=(end - cohort.next) * each)
+        cohort.next = end
+        self.arrived[cohort.rows] = end - wanted.first
+
+
+def _next(cohort: _Cohort) -> int:
+    return cohort.next
 
 
 class SharedLayerSink:
@@ -221,17 +228,13 @@ class SharedLayerSink:
         self._offsets: I64 = self._rows["offset"].astype(np.int64)
         self._sums = np.zeros((len(self._mine), namespace.layers), dtype=np.uint64) if checksums else None
 
-    def write(self, layer: int, blocks: Blocks, timeout_s: float) -> None:
+    def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
         if not len(self._mine):
             return
         size = self._namespace.layer_bytes
         starts = self._offsets + layer * size
         pool = self._session.shared.pool
-        if isinstance(blocks, Region):
-            copy_blocks(pool, starts, blocks.memory, blocks.offsets, size)
-        else:
-            for row, start in enumerate(starts.tolist()):
-                np.copyto(pool[start : start + size], blocks.array(row, size))
+        copy_blocks(pool, starts, blocks.memory, blocks.offsets, size)
         if self._sums is not None:
             for row in range(len(self._mine)):
                 self._sums[row, layer] = sums_of(blocks.piece(row, size), size)[0]

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kvstore.core.errors import DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part
-from kvstore.transport.buffers import Blocks, Region
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Wanted
+from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.channel import (
     RECEIVE_BUFFER_BYTES,
     SEND_BYTES_MAX,
@@ -29,7 +29,7 @@ from kvstore.transport.channel import (
 )
 from kvstore.transport.receiving import receive_verified
 from kvstore.transport.shm import PROMOTION_SHARE, RESERVATION_TTL_S, describe
-from kvstore.transport.tcp_layers import TcpLayerSink, TcpLayerSource
+from kvstore.transport.tcp_layers import Pace, TcpLayerSink, TcpLayerSource
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
@@ -106,6 +106,7 @@ class TcpLink:
         self._broken = False
         self._namespace: Namespace | None = None
         self._number = 0
+        self._pace = Pace()
         self.meter = LinkMeter()
         self.boot_id = ""
         first = self._connect(Deadline(timeout_s))
@@ -178,7 +179,7 @@ class TcpLink:
         rows = memory.reshape(len(keys), namespace.block_bytes)
         return CopiedBlocks([row if good else None for row, good in zip(rows, held.tolist(), strict=True)], held)
 
-    def layers(self, keys: Keys, part: Part, ttl_s: float, timeout_s: float) -> TcpLayerSource:
+    def layers(self, keys: Keys, wanted: Wanted, into: LayerMemory, ttl_s: float, timeout_s: float) -> TcpLayerSource:
         def damaged(wrong: Keys) -> None:
             # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
             self.meter.add(checksum_failures=len(wrong))
@@ -191,12 +192,14 @@ class TcpLink:
                 self._number,
                 self._opened(),
                 keys,
-                part,
+                wanted,
+                into,
                 ttl_s=ttl_s,
                 timeout_s=timeout_s,
                 give_back=self._give_back,
                 damaged=damaged,
                 meter=self.meter,
+                pace=self._pace,
             )
         except BaseException:
             self._give_back(channel, channel.usable)

@@ -1,7 +1,7 @@
-"""Layers over TCP, on a connection of their own: requests for the next layers go out before the last ones have come.
+"""Layers over TCP, on a connection of their own: the next request goes out before the answer to the last one has come.
 
-A reader holds the blocks by one lease on the server. Each layer is one request and one answer, received straight into
-the caller's memory, and every slice is verified.
+A reader has the server hold its blocks, and asks for as many layers at a time as keep the link busy. The answer comes
+layer by layer, straight into the caller's memory, and every slice is verified.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,36 +19,77 @@ from numpy.typing import NDArray
 from kvstore.core.errors import KvStoreError, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, SliceStatus
-from kvstore.transport.buffers import Blocks
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
+from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Channel, Deadline
 from kvstore.transport.receiving import receive_verified
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
-    FETCH_ROW,
-    OF_STREAM,
     RESERVE_ROW,
-    U64,
     Found,
     KeyRequest,
-    LeaseRequest,
+    LayersAnswer,
+    LayersRequest,
     RefRequest,
-    decode_prefix,
     decode_rows,
 )
 
 I64 = NDArray[np.int64]
 
-_STATUS_OF = np.zeros(1 + max(Found), dtype=np.uint8)
-_STATUS_OF[Found.MISS] = SliceStatus.GONE
-_STATUS_OF[Found.HERE] = SliceStatus.READY
+_REQUESTS = 2  # under way: one being received, one on its way to the server
+_WINDOW_BYTES_MIN = 2 << 20
+_WINDOW_BYTES_MAX = 64 << 20
+_WINDOW_S = 0.02  # of what the link carries, at least: a request costs both sides some 0.2 ms
+_WAIT_S = 0.02  # of the server for a writer, before it says that nothing has come
+_NEW_SHARE = 0.25  # of a new measurement in the estimate
+_SUMS_MAX = 64 << 10  # in one answer: 512 KiB of its body
 
 
-class _Request(NamedTuple):
+class Pace:
+    """What a link is seen to carry, and so how much a request asks for: the link must not run dry before the next.
+
+    The bandwidth-delay product, twice over; both are exponentially weighted means of what streams met.
+    """
+
+    def __init__(self) -> None:
+        self._bytes_per_s = 0.0
+        self._delay_s = 0.0
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of one request."""
+        wanted = self._bytes_per_s * max(_WINDOW_S, 2 * self._delay_s)
+        return int(min(max(wanted, _WINDOW_BYTES_MIN), _WINDOW_BYTES_MAX))
+
+    def saw_delay(self, seconds: float) -> None:
+        """A request without payload took so long."""
+        self._delay_s = _mean(self._delay_s, seconds)
+
+    def saw_bytes(self, count: int, seconds: float) -> None:
+        """So many bytes came in so long, without a gap."""
+        if seconds > 0:
+            self._bytes_per_s = _mean(self._bytes_per_s, count / seconds)
+
+
+def _mean(known: float, new: float) -> float:
+    return new if not known else known + _NEW_SHARE * (new - known)
+
+
+@dataclass(slots=True)
+class _Request:
     number: int
-    layer: int
     rows: I64
+    first: int  # layer of the block
+    end: int
+    found: I64  # of the rows, those that are on their way
+    sums: NDArray[np.uint64]  # expected, shape (layers on their way, rows on their way)
+    next: int = -1  # layer that comes next; -1 until the answer has begun
+    began_s: float = 0.0
+
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+_NO_SUMS = np.zeros((0, 0), dtype=np.uint64)
 
 
 class TcpLayerSource:
@@ -56,12 +97,11 @@ class TcpLayerSource:
 
     Args:
         channel: this source's alone until `close`.
+        wanted, into: what to read, and where it goes.
         give_back: takes the channel at the end, and whether it can be used again.
         damaged: told of blocks whose bytes did not match their sums.
-        meter: the link's.
+        meter, pace: the link's.
     """
-
-    depth = 3  # one being received, one being sent, one on its way to the server
 
     def __init__(
         self,
@@ -69,81 +109,60 @@ class TcpLayerSource:
         number: int,
         namespace: Namespace,
         keys: Keys,
-        part: Part,
+        wanted: Wanted,
+        into: LayerMemory,
         *,
         ttl_s: float,
         timeout_s: float,
         give_back: Callable[[Channel, bool], None],
         damaged: Callable[[Keys], None],
         meter: LinkMeter,
+        pace: Pace,
     ) -> None:
-        self._channel, self._number, self._namespace = channel, number, namespace
-        self._keys, self._part, self._ttl_s = keys, part, ttl_s
+        self._channel, self._namespace = channel, namespace
+        self._keys, self._wanted, self._into = keys, wanted, into
         self._timeout_s = timeout_s
         self._give_back, self._damaged = give_back, damaged
-        self._requests: deque[_Request] = deque()
-        self._meter = meter
-        self._counted = np.zeros(len(keys), dtype=np.bool_)  # blocks of which something was read
+        self._meter, self._pace = meter, pace
         self._lock = threading.Lock()  # of the end, which may come from another thread
         self._writing = threading.Lock()  # held while the caller's memory is written to
         self._closed = False
         self._last = 0
-        self._wanted = (0, 0) if part.size == namespace.layer_bytes else (part.start, part.size)
-        request = KeyRequest(number, keys, ttl_ms=max(1, int(ttl_s * 1000)))
-        answer = channel.call(Op.HOLD, request.encode(), Deadline(timeout_s))
-        self._lease = int.from_bytes(answer[:8], "little")
-        self._renew_at_s = time.monotonic() + ttl_s / 3
+        self._requests: deque[_Request] = deque()
+        self._asked: I64 = np.full(len(keys), wanted.first, dtype=np.int64)  # layer of the block asked for next
+        self._alive: Mask = np.ones(len(keys), dtype=np.bool_)
+        self.arrived: I64 = np.zeros(len(keys), dtype=np.int64)
+        self.settled = 0 if len(keys) else wanted.layers
+        self._asked_at_s = time.monotonic()
+        self._hold_answered = False
+        hold = KeyRequest(number, keys, ttl_ms=max(1, int(ttl_s * 1000)))
+        self._send(Op.HOLD, hold.encode(), Deadline(timeout_s))
+        self._ask(Deadline(timeout_s), layers_max=1)
 
-    def send(self, layer: int, rows: I64) -> None:
-        self._last = (self._last + 1) & 0xFFFFFFFF
-        if not len(rows):
-            self._requests.append(_Request(0, layer, rows))
-            return
-        ttl_ms = max(1, int(self._timeout_s * 1000))
-        request = KeyRequest(
-            self._number, self._keys[rows], (layer, layer + 1), flag=OF_STREAM, ttl_ms=ttl_ms, part=self._wanted
-        )
-        deadline = Deadline(self._timeout_s)
-        self._channel.stream.send([encode(Op.FETCH, self._last, request.encode())], deadline)
-        self._requests.append(_Request(self._last, layer, rows))
-
-    def receive(self, into: Blocks, timeout_s: float) -> U8:
-        request = self._requests.popleft()
-        if not len(request.rows):
-            return np.zeros(0, dtype=np.uint8)
-        self._renew(time.monotonic())
+    def advance(self, timeout_s: float, *, soon: bool = True) -> bool:
+        del soon  # a layer is a step
+        if self.settled == self._wanted.layers:
+            return False
+        if self._closed:
+            raise Unavailable("the stream was given up")
         deadline = Deadline(timeout_s)
-        stream, size = self._channel.stream, self._part.size
-        frame = decode_header(bytes(stream.receive(HEADER_BYTES, deadline)))
-        body = bytes(stream.receive(frame.body_bytes, deadline))
-        if frame.op != Op.FETCH or frame.request != request.number:
-            raise ProtocolError(f"{stream.peer} answered request {frame.request} instead of {request.number}")
-        if frame.status != Status.OK:
-            raise Unavailable(f"{stream.peer}: {body.decode(errors='replace')}")
-        answer = decode_prefix(body, FETCH_ROW, len(request.rows))
-        found = np.flatnonzero(answer["found"] == Found.HERE)
-        sums = decode_rows(body, U64, len(found), offset=answer.nbytes).reshape(-1, 1)
-        if frame.payload_bytes != len(found) * size or int(answer["found"].max()) > max(Found):
-            raise ProtocolError(f"{len(found)} slices of {size} bytes came with {frame.payload_bytes} bytes")
+        request = self._requests[0]
+        moved = True
+        if request.next < 0:
+            moved = self._begin(request, deadline)
+        else:
+            self._receive_layer(request, deadline)
+        if request.next == request.end:
+            self._requests.popleft()
+            self._ask(deadline)
+        self._settle()
+        return moved
 
-        def receive_into(target: memoryview) -> None:
-            with self._writing:
-                if self._closed:
-                    raise Unavailable("the stream was given up")
-                stream.receive_into(target, deadline)
-
-        matching = receive_verified(receive_into, found, into, size, size, sums)
-        statuses = _STATUS_OF[answer["found"]]
-        read = request.rows[found[matching]]
-        self._meter.add(read_blocks=int(np.count_nonzero(~self._counted[read])), read_bytes=len(read) * size)
-        self._counted[read] = True
-        if not matching.all():
-            statuses[found[~matching]] = SliceStatus.GONE
-            self._damaged(self._keys[request.rows[found[~matching]]])
-        return statuses
+    def fileno(self) -> int:
+        return self._channel.stream.sock.fileno()
 
     def renew(self, now_s: float) -> None:
-        """Nothing from outside: the connection is busy. `receive` renews, and a request holds its blocks by itself."""
+        """The server does it, with every request."""
 
     def close(self, *, abandon: bool = False) -> None:
         with self._lock:
@@ -151,25 +170,111 @@ class TcpLayerSource:
                 return
             self._closed = True
         # What is still on its way would be taken for the answer to somebody else's request.
-        usable = not abandon and not self._requests and self._channel.usable
+        usable = not abandon and not self._requests and self._hold_answered and self._channel.usable
         if usable:
             with contextlib.suppress(KvStoreError):
-                release = LeaseRequest(np.array([self._lease], dtype=np.uint64)).encode()
-                self._channel.post(Op.RELEASE, release, Deadline(self._timeout_s))
+                nothing = KeyRequest(0, self._keys[:0]).encode()
+                self._send(Op.HOLD, nothing, Deadline(self._timeout_s), flags=NO_REPLY)
         self._give_back(self._channel, usable)
         # Closing the socket has woken up whoever receives. What the kernel had already still goes where it should.
         with self._writing:
             pass
 
-    def _renew(self, now_s: float) -> None:
-        """Prolong the lease between two answers, when nothing else is under way on the connection."""
-        if now_s < self._renew_at_s:
-            return
-        self._renew_at_s = now_s + self._ttl_s / 3
-        renewal = LeaseRequest(np.array([self._lease], dtype=np.uint64), max(1, int(self._ttl_s * 1000)))
-        self._channel.stream.send(
-            [encode(Op.RENEW, 0, renewal.encode(), flags=NO_REPLY)], Deadline(self._timeout_s)
-        )  # a hold that was lost shows as a block that is gone
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    def _ask(self, deadline: Deadline, layers_max: int = 1 << 16) -> None:
+        """Keep requests under way, for the blocks that are furthest behind first."""
+        wanted = self._wanted
+        if not self._requests:  # what came out of order did not count, and is asked for again
+            self._asked = self.arrived + wanted.first
+        while len(self._requests) < _REQUESTS:
+            missing = self._alive & (self._asked < wanted.end)
+            if not missing.any():
+                return
+            first = int(self._asked[missing].min())
+            rows = np.flatnonzero(missing & (self._asked == first))
+            window = min(self._pace.window_bytes // max(1, len(rows) * wanted.size), _SUMS_MAX // len(rows))
+            end = min(wanted.end, first + max(1, min(window, layers_max)))
+            # Who waits for a writer keeps everybody behind it waiting, too: only where that is nobody.
+            wait_s = _WAIT_S if not self._requests and len(rows) == np.count_nonzero(missing) else 0.0
+            self._last = (self._last + 1) & 0xFFFFFFFF
+            body = LayersRequest(
+                rows.astype(np.uint32), (first, end), wanted.start, wanted.size, int(wait_s * 1000)
+            ).encode()
+            self._send(Op.LAYERS, body, deadline, self._last)
+            self._asked[rows] = end
+            self._requests.append(_Request(self._last, rows, first, end, _NO_ROWS, _NO_SUMS))
+            layers_max = 1 << 16
+
+    def _send(self, op: Op, body: bytes, deadline: Deadline, number: int = 0, flags: int = 0) -> None:
+        self._channel.stream.send([encode(op, number, body, flags=flags)], deadline)
+
+    # --- receiving ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: _Request, deadline: Deadline) -> bool:
+        """Read what the server says of the blocks; whether some of them follow."""
+        if not self._hold_answered:
+            self._reply(Op.HOLD, 0, deadline)
+            self._hold_answered = True
+            self._pace.saw_delay(time.monotonic() - self._asked_at_s)
+        body, payload_bytes = self._reply(Op.LAYERS, request.number, deadline)
+        answer = LayersAnswer.decode(body, len(request.rows), request.first, request.end)
+        if payload_bytes != answer.sums.size * self._wanted.size:
+            raise ProtocolError(
+                f"{answer.sums.size} slices of {self._wanted.size} bytes came with {payload_bytes} bytes"
+            )
+        self._alive[request.rows[answer.found == Found.MISS]] = False
+        # What is not there yet is asked for again from where it stopped.
+        late = request.rows[(answer.found == Found.LATER) | (answer.found == Found.UNFINISHED)]
+        self._asked[late] = self.arrived[late] + self._wanted.first
+        request.found = request.rows[answer.found == Found.HERE]
+        short = request.found[self._asked[request.found] == request.end]
+        self._asked[short] = answer.end
+        request.sums, request.end = answer.sums, answer.end
+        request.next, request.began_s = request.first, time.monotonic()
+        if not request.sums.size:
+            request.next = request.end
+        return bool(request.sums.size) or len(late) < len(request.rows)
+
+    def _receive_layer(self, request: _Request, deadline: Deadline) -> None:
+        layer, rows, size = request.next, request.found, self._wanted.size
+        place = layer - self._wanted.first
+        stream = self._channel.stream
+
+        def receive(targets: Sequence[memoryview]) -> None:
+            with self._writing:
+                if self._closed:
+                    raise Unavailable("the stream was given up")
+                stream.receive_all(targets, deadline)
+
+        into = self._into.of(place, rows)
+        sums = request.sums[layer - request.first].reshape(-1, 1)
+        matching = receive_verified(receive, np.arange(len(rows)), into, size, size, sums)
+        request.next += 1
+        if request.next == request.end:
+            self._pace.saw_bytes(request.sums.size * size, time.monotonic() - request.began_s)
+        if not matching.all():
+            self._alive[rows[~matching]] = False
+            self._damaged(self._keys[rows[~matching]])
+            rows = rows[matching]
+        # What was asked for twice, or lacks an earlier layer, does not count.
+        rows = rows[(self.arrived[rows] == place) & self._alive[rows]]
+        self.arrived[rows] = place + 1
+        self._meter.add(read_blocks=len(rows) * (place == 0), read_bytes=len(rows) * size)
+
+    def _reply(self, op: Op, number: int, deadline: Deadline) -> tuple[bytes, int]:
+        stream = self._channel.stream
+        frame = decode_header(bytes(stream.receive(HEADER_BYTES, deadline)))
+        body = bytes(stream.receive(frame.body_bytes, deadline))
+        if frame.op != op or frame.request != number:
+            raise ProtocolError(f"{stream.peer} answered request {frame.request} instead of {number}")
+        if frame.status != Status.OK:
+            raise Unavailable(f"{stream.peer}: {body.decode(errors='replace')}")
+        return body, frame.payload_bytes
+
+    def _settle(self) -> None:
+        alive = self.arrived[self._alive]
+        self.settled = int(alive.min()) if len(alive) else self._wanted.layers
 
 
 class TcpLayerSink:
@@ -205,7 +310,7 @@ class TcpLayerSink:
         self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
         self._rows = rows[self._mine]
 
-    def write(self, layer: int, blocks: Blocks, timeout_s: float) -> None:
+    def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
         if not len(self._mine):
             return
         size = self._namespace.layer_bytes

@@ -57,8 +57,9 @@ class Op(IntEnum):
     PROMOTE = 20  # bring blocks from the SSD into the pool; answered when they are there, or in time
     CHAINS = 21  # what was asked for by readers that the shard does not hear of
     QUOTAS = 22  # local socket, from the node: what each tenant may have
-    HOLD = 23  # data port: a lease on blocks by key, unfinished ones too
+    HOLD = 23  # data port: keep blocks where they are, unfinished ones too, in place of those before; for LAYERS
     WRITE_LAYER = 24  # data port: the payload of one layer of reserved blocks in, watermark on
+    LAYERS = 30  # data port: the payload of some layers of blocks on hold out, layer by layer
 
 
 class Status(IntEnum):

@@ -1,4 +1,4 @@
-"""Bodies of the data protocol: four request shapes and one row type per kind of answer, all fixed-width.
+"""Bodies of the data protocol: five request shapes and one row type per kind of answer, all fixed-width.
 
 A batch is one numpy array, so hundreds of keys are encoded and decoded in a few steps. `decode` checks every length
 before it looks at the content; what doesn't fit is a `ProtocolError`.
@@ -19,7 +19,6 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.keys import KEY_DTYPE
 
 KEYS_MAX = 16384
-OF_STREAM = 1  # flag of a FETCH: of a layer stream, whose HOLD was the request for reading
 ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is meant
 
 LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
@@ -34,11 +33,12 @@ REPORT_FIELDS = (  # of a REPORT, uint64 each
     "lost_races",
     "checksum_failures",
 )
+U32 = np.dtype("<u4")
 U64 = np.dtype("<u8")
 
 
 class Found(IntEnum):
-    """What a FETCH says of a block."""
+    """What a FETCH or LAYERS says of a block."""
 
     MISS = 0
     HERE = 1  # its bytes follow
@@ -46,9 +46,11 @@ class Found(IntEnum):
     UNFINISHED = 3  # it is being written, and these layers are not there yet: ask again
 
 
-_KEY_HEAD = struct.Struct("<HHHHIIQII")
+_KEY_HEAD = struct.Struct("<HHHHIIQ")
 _REF_HEAD = struct.Struct("<HHII4x")  # padded: the rows that follow are 8-byte words
 _LEASE_HEAD = struct.Struct("<II")
+_LAYERS_HEAD = struct.Struct("<HHIIII4x")
+_LAYERS_ANSWER_HEAD = struct.Struct("<HHI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,14 @@ class KeyRequest:
     namespace: int  # number that OPEN gave
     keys: NDArray[np.void]  # KEY_DTYPE, shape (n,)
     layers: tuple[int, int] = (0, 0)  # FETCH: half-open range
-    flag: int = 0  # PIN: 1 on, 0 off; FETCH: OF_STREAM
+    flag: int = 0  # PIN: 1 on, 0 off
     ttl_ms: int = 0  # RESERVE, HOLD; PROMOTE, FETCH: how long to wait for the SSD
     size_bytes: int = 0  # RESERVE: payload bytes of each block
-    part: tuple[int, int] = (0, 0)  # FETCH of one layer: start and size in it; no size: the whole layer
 
     def encode(self) -> bytes:
         """The body."""
         count = len(self.keys)
-        head = _KEY_HEAD.pack(self.namespace, *self.layers, self.flag, self.ttl_ms, count, self.size_bytes, *self.part)
+        head = _KEY_HEAD.pack(self.namespace, *self.layers, self.flag, self.ttl_ms, count, self.size_bytes)
         return head + self.keys.tobytes()
 
     @classmethod
@@ -76,11 +77,11 @@ class KeyRequest:
         Raises:
             ProtocolError: wrong length, or more than KEYS_MAX keys.
         """
-        namespace, first, end, flag, ttl_ms, count, size_bytes, start, size = _unpack(_KEY_HEAD, body)
+        namespace, first, end, flag, ttl_ms, count, size_bytes = _unpack(_KEY_HEAD, body)
         if count > KEYS_MAX:
             raise ProtocolError(f"{count} keys in one message; at most {KEYS_MAX}")
         keys = _array(body, _KEY_HEAD.size, KEY_DTYPE, count, exact=True)
-        return cls(namespace, keys, (first, end), flag, ttl_ms, size_bytes, (start, size))
+        return cls(namespace, keys, (first, end), flag, ttl_ms, size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,69 @@ class LeaseRequest:
         """
         ttl_ms, count = _unpack(_LEASE_HEAD, body)
         return cls(cast("NDArray[np.uint64]", _array(body, _LEASE_HEAD.size, U64, count, exact=True)), ttl_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LayersRequest:
+    """LAYERS: some bytes of some layers of blocks that HOLD named."""
+
+    rows: NDArray[np.uint32]  # of the HOLD's keys, shape (n,)
+    layers: tuple[int, int]  # half-open range
+    start: int  # of the wanted bytes within each layer
+    size: int
+    wait_ms: int = 0  # how long to wait when none of the blocks has the first layer yet
+
+    def encode(self) -> bytes:
+        """The body."""
+        head = _LAYERS_HEAD.pack(*self.layers, self.start, self.size, self.wait_ms, len(self.rows))
+        return head + self.rows.tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> LayersRequest:
+        """Read a body.
+
+        Raises:
+            ProtocolError: wrong length, or more than KEYS_MAX rows.
+        """
+        first, end, start, size, wait_ms, count = _unpack(_LAYERS_HEAD, body)
+        if count > KEYS_MAX:
+            raise ProtocolError(f"{count} rows in one message; at most {KEYS_MAX}")
+        rows = cast("NDArray[np.uint32]", _array(body, _LAYERS_HEAD.size, U32, count, exact=True))
+        return cls(rows, (first, end), start, size, wait_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LayersAnswer:
+    """Answer to LAYERS. The payload follows: layer by layer the wanted bytes of each block that is HERE.
+
+    Those have all layers before `end`; it may be lower than what was asked for.
+    """
+
+    end: int
+    found: NDArray[np.uint8]  # `Found` of each row, shape (n,)
+    sums: NDArray[np.uint64]  # xxh3-64 of the bytes that follow, shape (layers, blocks that are HERE)
+
+    def encode(self) -> bytes:
+        """The body."""
+        head = _LAYERS_ANSWER_HEAD.pack(self.end, 0, self.sums.shape[1])
+        return head + self.found.tobytes() + bytes(-len(self.found) % 8) + np.ascontiguousarray(self.sums).tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes, rows: int, first: int, end: int) -> LayersAnswer:
+        """Read the answer to a request for layers [first, end) of so many rows.
+
+        Raises:
+            ProtocolError: wrong length, or an answer to something else.
+        """
+        known_end, _, here = _unpack(_LAYERS_ANSWER_HEAD, body)
+        found = cast("NDArray[np.uint8]", _array(body, _LAYERS_ANSWER_HEAD.size, np.dtype("u1"), rows, exact=False))
+        if not first <= known_end <= end or here != np.count_nonzero(found == Found.HERE) or (found > max(Found)).any():
+            raise ProtocolError(
+                f"an answer about layers {first}:{known_end} of {here} blocks, which were not asked for"
+            )
+        offset = _LAYERS_ANSWER_HEAD.size + -(-rows // 8) * 8
+        sums = decode_rows(body, U64, (known_end - first) * here, offset=offset)
+        return cls(known_end, found, sums.reshape(known_end - first, here))
 
 
 @dataclass(frozen=True, slots=True)

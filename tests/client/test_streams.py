@@ -12,11 +12,11 @@ import pytest
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.client.streams import LayerStream, layer_memory
+from kvstore.client.streams import layer_memory
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
-from kvstore.transport.base import Part, SliceStatus
-from kvstore.transport.buffers import Blocks, Region
+from kvstore.transport.base import Wanted
+from kvstore.transport.copying import CopyPlan
 from kvstore.transport.shm import SharedMemoryLink
 
 LAYERS, HEADS, BLOCKS = 6, 4, 10
@@ -331,26 +331,31 @@ def test_a_stream_is_counted_and_noted_as_one_request(server: ServerProcess, cli
     assert noted() - noted_before <= 2 * parts
 
 
-def test_blocks_are_held_while_they_are_copied_and_nothing_is_copied_afterwards(server: ServerProcess) -> None:
+def test_blocks_are_held_while_they_are_copied_and_nothing_is_copied_afterwards(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who gives up a stream may use its memory at once, and a copy under way must not outlive its lease."""
     with connect(server, "shm") as client:
         keys, data = stored(client, 15)
         links = client._nodes[0].links  # pyright: ignore[reportPrivateUsage] -- the copy is held up inside
         link = next(link for link in links if link is not None and link.lookup(keys.array[:1], 5.0).states[0])
         assert isinstance(link, SharedMemoryLink)
-        source = link.layers(keys.array[:1], Part(0, SPACE.layer_bytes), 10.0, 5.0)
-        into = Region(np.zeros(SPACE.layer_bytes, np.uint8), np.zeros(1, np.int64))
+        monkeypatch.setattr("kvstore.transport.shm_layers.STEP_BYTES", 1)  # a step is a layer
+        into = np.zeros_like(data[:1])
+        memory = layer_memory(
+            into, None, count=1, layers=LAYERS, size=SPACE.layer_bytes, dtype="uint8", name="into", writable=True
+        )
+        source = link.layers(keys.array[:1], Wanted(0, LAYERS, 0, SPACE.layer_bytes), memory, 10.0, 5.0)
         inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
-        copy = source._copy_out  # pyright: ignore[reportPrivateUsage] -- as above
+        copy = CopyPlan.copy
 
         def slowly(*arguments: Any) -> None:
             inside.set()
             assert go_on.wait(10.0)
             copy(*arguments)
 
-        source._copy_out = slowly  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] -- as above
-        source.send(0, np.array([0]))
-        reading = threading.Thread(target=source.receive, args=(into, 5.0))
+        monkeypatch.setattr(CopyPlan, "copy", slowly)
+        reading = threading.Thread(target=source.advance, args=(5.0,))
         reading.start()
         assert inside.wait(10.0)
         closing = threading.Thread(target=lambda: (source.close(abandon=True), closed.set()))
@@ -360,12 +365,11 @@ def test_blocks_are_held_while_they_are_copied_and_nothing_is_copied_afterwards(
         go_on.set()
         for thread in (reading, closing):
             thread.join()
-        np.testing.assert_array_equal(into.memory, data[0, 0])
+        np.testing.assert_array_equal(into[0, :2], data[0, :2])
         assert sum(shard["gauges"]["leases_now"] for shard in server.status()["shards"]) == 0
-        source.send(1, np.array([0]))
         with pytest.raises(kvstore.Unavailable, match="given up"):
-            source.receive(into, 5.0)
-        np.testing.assert_array_equal(into.memory, data[0, 0])
+            source.advance(5.0)
+        assert not into[0, 2:].any()
 
 
 def test_a_block_that_arrives_damaged_is_dropped_and_its_next_layers_go_nowhere(
@@ -389,35 +393,6 @@ def test_a_block_that_arrives_damaged_is_dropped_and_its_next_layers_go_nowhere(
         got = np.zeros_like(data)
         assert other.get_into(keys, got).ok.all()
         np.testing.assert_array_equal(got, data)
-
-
-class PutAgain:
-    """A source whose second block is missing in layer 0, and there again in layer 1."""
-
-    depth = 2
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, list[int]]] = []
-
-    def send(self, layer: int, rows: NDArray[np.int64]) -> None:
-        self.asked.append((layer, rows.tolist()))
-
-    def receive(self, into: Blocks, timeout_s: float) -> U8:
-        layer, rows = self.asked.pop(0)
-        assert len(into) == len(rows)
-        gone = [row == 1 and layer == 0 for row in rows]
-        return np.where(gone, SliceStatus.GONE, SliceStatus.READY).astype(np.uint8)
-
-    def renew(self, now_s: float) -> None: ...
-
-    def close(self, *, abandon: bool = False) -> None: ...
-
-
-def test_a_block_that_lacks_a_layer_lacks_the_later_ones_too() -> None:
-    memory = layer_memory(buffers(3, 30), None, count=3, layers=3, size=10, dtype="uint8", name="into", writable=True)
-    with LayerStream([(np.arange(3), PutAgain())], memory, (0, 3), 3, timeout_s=5.0, lost=lambda _: None) as stream:
-        for layer in range(3):
-            assert stream.wait(layer).tolist() == [True, False, True]
 
 
 def buffers(count: int = LAYERS, size: int = SPACE.layer_bytes * BLOCKS) -> list[U8]:

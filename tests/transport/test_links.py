@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from kvstore.testing.cluster import ServerProcess
-from kvstore.testing.conformance import TIMEOUT_S, LinkConformance, NewLink
+from kvstore.testing.conformance import TIMEOUT_S, LayerConformance, LinkConformance, NewLink
 from kvstore.transport.base import ShardLink
 from kvstore.transport.shm import SharedMemoryLink
 from kvstore.transport.tcp import TcpLink
@@ -27,7 +27,7 @@ def links() -> Iterator[ExitStack]:
         yield stack
 
 
-class TestSharedMemory(LinkConformance):
+class TestSharedMemory(LinkConformance, LayerConformance):
     @pytest.fixture(params=[False, True], ids=["plain", "checksums"])
     def new_link(self, request: pytest.FixtureRequest, node: NodeInfo, links: ExitStack) -> NewLink:
         def new() -> ShardLink:
@@ -37,7 +37,7 @@ class TestSharedMemory(LinkConformance):
         return new
 
 
-class TestTcp(LinkConformance):
+class TestTcp(LinkConformance, LayerConformance):
     @pytest.fixture
     def new_link(self, node: NodeInfo, links: ExitStack) -> NewLink:
         def new() -> ShardLink:

@@ -18,6 +18,8 @@ from kvstore.wire.messages import (
     U64,
     Chains,
     KeyRequest,
+    LayersAnswer,
+    LayersRequest,
     LeaseRequest,
     RefRequest,
     encode_json,
@@ -25,6 +27,7 @@ from kvstore.wire.messages import (
 
 KEYS = np.array([(0x0102030405060708, 0x1112131415161718, 0x2122232425262728), (1, 2, 3)], dtype=KEY_DTYPE)
 REFS = np.array([(7, 0x3132333435363738), (8, 9)], dtype=REF)
+ROWS = np.array([0, 5], dtype=np.uint32)
 LEASES = np.array([5, 6], dtype=np.uint64)
 
 
@@ -52,6 +55,9 @@ def frames() -> dict[str, bytes]:
         "FETCH answer": encode(
             Op.FETCH, 17, rows(FETCH_ROW, found=[1, 0], bytes=[512, 0]) + np.array([77], dtype=U64).tobytes(), 512
         ),
+        "LAYERS answer": encode(
+            Op.LAYERS, 30, LayersAnswer(2, np.array([1, 3], np.uint8), np.array([[77]], np.uint64)).encode(), 256
+        ),
         "refusal": encode(Op.RESERVE, 5, b"why", status=Status.NAMESPACE_MISMATCH),
     }
     requests = {
@@ -74,6 +80,7 @@ def frames() -> dict[str, bytes]:
         Op.TOUCH: keys.encode(),
         Op.PROMOTE: keys.encode(),
         Op.HOLD: KeyRequest(namespace=3, keys=KEYS, ttl_ms=10_000).encode(),
+        Op.LAYERS: LayersRequest(ROWS, layers=(1, 3), start=128, size=256, wait_ms=20).encode(),
         Op.QUOTAS: encode_json({"default": [8, 4, 0, 0]}),
     }
     named = {op.name: encode(op, op, body) for op, body in requests.items()}
@@ -83,9 +90,6 @@ def frames() -> dict[str, bytes]:
     named["WRITE"] = encode(Op.WRITE, Op.WRITE, RefRequest(REFS, namespace=3).encode(), payload_bytes=2 * (1024 + 16))
     layer = RefRequest(REFS, namespace=3, layers_ready=1, ttl_ms=30_000)
     named["WRITE_LAYER"] = encode(Op.WRITE_LAYER, Op.WRITE_LAYER, layer.encode(), payload_bytes=2 * (512 + 8))
-    named["FETCH of heads"] = encode(
-        Op.FETCH, 17, KeyRequest(namespace=3, keys=KEYS, layers=(1, 2), part=(128, 256)).encode()
-    )
     return named | answers
 
 
