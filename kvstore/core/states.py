@@ -27,6 +27,9 @@ class Tier(IntEnum):
     DISK = 1
     """On the SSD only: asking for it brings it back into the pool first."""
 
+    LOADING = 2
+    """On its way from the SSD into the pool; the layers counted by `layers_ready` may already be read there."""
+
 
 class PutStatus(IntEnum):
     """What one put did with one block. Values fit a uint8 and are part of the wire: never renumber."""

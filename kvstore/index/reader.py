@@ -37,6 +37,7 @@ _SHIFT48 = np.uint64(48)
 _STATE_MASK = np.uint64(0xFF)
 _PLACE_MASK = np.uint64(0xFFFF)  # state and tier
 _ON_DISK = _COMMITTED | int(Tier.DISK) << 8
+_LOADING = _COMMITTED | int(Tier.LOADING) << 8
 _LAYERS_MASK = np.uint64(0xFFFF)
 
 
@@ -96,25 +97,31 @@ class Probe:
         return np.where(self.namespaces == namespace, self.states, np.uint8(BlockState.ABSENT))
 
     def readable(self, namespace: int, layers_end: int, size_bytes: int) -> NDArray[np.bool_]:
-        """Which blocks of that namespace and size hold their first `layers_end` layers: the committed ones, and
-        reserved ones that came that far.
+        """Which blocks of that namespace and size hold their first `layers_end` layers in the pool: the committed ones,
+        and those that a writer or the SSD has brought that far.
         """
         entries = self.entries
         place = entries[:, Word.STATUS] & _PLACE_MASK
         ready = place == _COMMITTED  # in DRAM, whose number is 0
         if not ready.all():
-            ready |= (place == _RESERVED) & (self.layers_ready >= layers_end)
+            ready |= ((place == _RESERVED) | (place == _LOADING)) & (self.layers_ready >= layers_end)
         ready &= (entries[:, Word.LOCATION] >> _SHIFT32) == size_bytes
         ready &= ((entries[:, Word.META] >> _SHIFT32) & _LAYERS_MASK) == namespace
         return ready
 
     def on_disk(self, namespace: int, size_bytes: int) -> NDArray[np.bool_]:
-        """Which blocks of that namespace and size are on the SSD only."""
+        """Which blocks of that namespace and size are on the SSD, and not yet back as a whole."""
         entries = self.entries
-        cold = (entries[:, Word.STATUS] & _PLACE_MASK) == _ON_DISK
+        place = entries[:, Word.STATUS] & _PLACE_MASK
+        cold = (place == _ON_DISK) | (place == _LOADING)
         cold &= (entries[:, Word.LOCATION] >> _SHIFT32) == size_bytes
         cold &= ((entries[:, Word.META] >> _SHIFT32) & _LAYERS_MASK) == namespace
         return cold
+
+    @property
+    def loading(self) -> NDArray[np.bool_]:
+        """Which blocks are on their way from the SSD, into a place in the pool that they already have. Shape (n,)."""
+        return (self.entries[:, Word.STATUS] & _PLACE_MASK) == _LOADING
 
 
 class Entry(NamedTuple):
@@ -135,14 +142,14 @@ class Entry(NamedTuple):
 
     @property
     def on_disk(self) -> bool:
-        """Whether the block is on the SSD only."""
-        return self.words[Word.STATUS] & 0xFFFF == _ON_DISK
+        """As `Probe.on_disk`."""
+        return self.words[Word.STATUS] & 0xFFFF in (_ON_DISK, _LOADING)
 
     def readable(self, namespace: int, layers_end: int, size_bytes: int) -> bool:
         """As `Probe.readable`."""
         _, _, _, _, location, meta, status, _ = self.words
         place = status & 0xFFFF
-        ready = place == _COMMITTED or (place == _RESERVED and (status >> 16) & 0xFFFF >= layers_end)
+        ready = place == _COMMITTED or (place in (_RESERVED, _LOADING) and (status >> 16) & 0xFFFF >= layers_end)
         return ready and location >> 32 == size_bytes and (meta >> 32) & 0xFFFF == namespace
 
 

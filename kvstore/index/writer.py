@@ -89,14 +89,15 @@ class IndexWriter:
         self._place(entries, handles)
 
     def relocate(self, handles: I64, generations: U64, offsets: I64, tier: Tier) -> None:
-        """Committed blocks are somewhere else from now on, under new generations. Readers never take the old place for
-        the new one: while the words change there is no status, so they look again.
+        """Committed blocks are somewhere else from now on, under new generations; with LOADING no layer of them is
+        there yet, and `set_status` says which are. Readers never take the old place for the new one: while the words
+        change there is no status, so they look again.
         """
         table = self._table
         position = self._position[handles]
         entries = table.entries[position]
         sizes = (entries[:, Word.LOCATION] >> _SHIFT32).astype(np.int64)
-        layers = entries[:, Word.META] >> _SHIFT48
+        layers = entries[:, Word.META] >> _SHIFT48 if tier is not Tier.LOADING else 0
         table.status[position] = 0
         _fill(entries, generations, offsets, sizes, _status(BlockState.COMMITTED, layers, generations, tier))
         status = entries[:, Word.STATUS].copy()
@@ -104,11 +105,13 @@ class IndexWriter:
         table.entries[position] = entries
         table.status[position] = status
 
-    def set_status(self, handles: I64, state: BlockState, layers_ready: int | NDArray[np.integer]) -> None:
-        """Set state and watermark of blocks: one aligned 8-byte store each."""
+    def set_status(
+        self, handles: I64, state: BlockState, layers_ready: int | NDArray[np.integer], tier: Tier = Tier.DRAM
+    ) -> None:
+        """Set state, tier and watermark of blocks: one aligned 8-byte store each."""
         position = self._position[handles]
         generations = self._table.entries[position, Word.GENERATION]
-        self._table.status[position] = _status(state, layers_ready, generations)
+        self._table.status[position] = _status(state, layers_ready, generations, tier)
 
     def remove(self, handles: I64) -> None:
         """Take blocks out. When this returns no reader accepts them, so their slots may be given away."""

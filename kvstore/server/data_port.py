@@ -26,12 +26,11 @@ from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, 
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader, Probe
 from kvstore.server.children import read_configuration, say_ready
-from kvstore.transport.base import Keys
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
-from kvstore.transport.holding import LayerHold
-from kvstore.transport.shm import PROMOTION_SHARE, LocalSession, SharedShard, connect_local
+from kvstore.transport.holding import PROMOTION_SHARE, LayerHold
+from kvstore.transport.shm import LocalSession, SharedShard, connect_local
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
@@ -296,7 +295,7 @@ class _Connection:
         if len(request.keys) * (end - first) * layer_bytes <= OPTIMISTIC_BYTES_MAX:
             self._fetch_small(frame, request, layers, layer_bytes, deadline)
             return
-        waited = self._bring_back(request.namespace, request.keys, request.ttl_ms, layers * layer_bytes)
+        waited = self._bring_back(request, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         probe = self._index(shard_deadline).probe(request.keys)
         found = probe.readable(request.namespace, end, layers * layer_bytes)
@@ -322,7 +321,7 @@ class _Connection:
         self, frame: Frame, request: KeyRequest, layers: int, layer_bytes: int, deadline: Deadline
     ) -> None:
         """A copy that is checked afterwards costs less than asking the shard to hold the blocks."""
-        waited = self._bring_back(request.namespace, request.keys, request.ttl_ms, layers * layer_bytes)
+        waited = self._bring_back(request, layers * layer_bytes)
         shard_deadline = Deadline(SHARD_TIMEOUT_S)
         index = self._index(shard_deadline)
         probe = index.probe(request.keys)
@@ -349,17 +348,17 @@ class _Connection:
         rest = np.where(later, Found.LATER, np.where(unfinished, Found.UNFINISHED, Found.MISS))
         return rest.astype(np.uint8)
 
-    def _bring_back(self, namespace: int, keys: Keys, wait_ms: int, size: int) -> NDArray[np.bool_]:
+    def _bring_back(self, request: KeyRequest, size: int) -> NDArray[np.bool_]:
         """Have those of the blocks that are on the SSD brought into the pool, and wait for the first piece of them, or
         until it is too late for any: for which blocks. The next pieces come while the client receives what is there.
         """
         deadline = Deadline(SHARD_TIMEOUT_S)
-        waited = np.zeros(len(keys), dtype=np.bool_)
-        cold = np.flatnonzero(self._index(deadline).probe(keys).on_disk(namespace, size))
+        waited = np.zeros(len(request.keys), dtype=np.bool_)
+        cold = np.flatnonzero(self._index(deadline).probe(request.keys).on_disk(request.namespace, size))
         if len(cold):
-            wait = Deadline(min(wait_ms / 1000, SHARD_TIMEOUT_S * PROMOTION_SHARE))
+            wait = Deadline(min(request.ttl_ms / 1000, SHARD_TIMEOUT_S * PROMOTION_SHARE))
             piece_blocks = self._session.shared.piece_blocks(size)
-            pieces = self._session.promoted(namespace, keys[cold], piece_blocks, wait, deadline)
+            pieces = self._session.promoted(request.namespace, request.keys[cold], piece_blocks, wait, deadline)
             waited[cold[next(pieces, slice(None))]] = True
         return waited
 
@@ -517,7 +516,6 @@ class _Connection:
         mine = rows[here]
         end = int(blocks.ready[mine].clip(max=end).min()) if len(mine) else first
         found = np.where(here, Found.HERE, np.where(blocks.gone[rows], Found.MISS, Found.UNFINISHED)).astype(np.uint8)
-        found[blocks.cold[rows] & ~blocks.gone[rows]] = Found.LATER
         sums = self._slice_sums(held, mine, first, end, request.start, request.size)
         blocks.require_valid()
         body = LayersAnswer(end, found, sums).encode()
@@ -536,15 +534,9 @@ class _Connection:
         blocks, end = held.blocks, Deadline(min(wait_s, WAIT_S_MAX))
         if not (blocks.ready[rows] < held.layers).any():
             return
-        cold = rows[blocks.cold[rows] & ~blocks.gone[rows]]
-        if len(cold):
-            namespace, keys = held.request.namespace, held.request.keys[cold]
-            waited = self._bring_back(namespace, keys, held.request.ttl_ms, held.layers * held.layer_bytes)
-            blocks.look(cold, Deadline(SHARD_TIMEOUT_S))
-            blocks.gone[cold[waited & blocks.cold[cold]]] = True  # they could not be brought back
         while True:
             blocks.look(rows, Deadline(SHARD_TIMEOUT_S))
-            if ((blocks.ready[rows] > layer) | blocks.gone[rows] | blocks.cold[rows]).any() or end.left_s() <= 0:
+            if ((blocks.ready[rows] > layer) | blocks.gone[rows]).any() or end.left_s() <= 0:
                 return
             time.sleep(LOOK_S)  # a writer moves a word in shared memory, and nothing wakes its readers
 

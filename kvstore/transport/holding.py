@@ -18,15 +18,19 @@ from numpy.typing import NDArray
 from kvstore.core.errors import Unavailable
 from kvstore.transport.base import Keys, Mask
 from kvstore.transport.channel import Deadline
+from kvstore.wire.frames import Op
+from kvstore.wire.messages import BY_LAYERS, KeyRequest
 
 if TYPE_CHECKING:
     from kvstore.transport.shm import LocalSession
 
 I64 = NDArray[np.int64]
 
+PROMOTION_SHARE = 0.8  # of the time left: a slow disk ends the wait, not the connection
 _UNHELD = -1
 _ALL_LAYERS = 1 << 16  # more than any watermark: only what is committed has them all
 _RENEW_TIMEOUT_S = 1.0
+_ASK_S = 0.05  # between two requests to bring back what had no slot so far
 
 
 class LayerHold:
@@ -55,7 +59,9 @@ class LayerHold:
         self.ready: I64 = np.zeros(count, dtype=np.int64)
         """Layers of each block that can be read, shape (n,): all of them once it is committed."""
         self.cold: Mask = np.zeros(count, dtype=np.bool_)
-        """Blocks that are on the SSD: `take` them when they have been brought back."""
+        """Blocks that are on the SSD and have no place in the pool yet: `look` for them."""
+        self._ask_at_s = 0.0
+        self._cold_until_s = 0.0
         self.gone: Mask = np.zeros(count, dtype=np.bool_)
         """Blocks that are nowhere, or not any more. What was read of them before is right, unless `take` says so."""
 
@@ -64,9 +70,11 @@ class LayerHold:
         which is run during that time, has read of them is void.
         """
         probe = self._session.index(deadline).probe(self._keys[rows])
-        self.cold[rows] = cold = probe.on_disk(self._number, self._block_bytes)
+        self.cold[rows] = cold = probe.on_disk(self._number, self._block_bytes) & ~probe.loading
+        if cold.any():
+            self._bring_back(rows[cold], deadline)
         there = (probe.states_in(self._number) > 0) & (probe.sizes == self._block_bytes) & ~cold
-        self.gone[rows] = ~there & ~cold
+        self.gone[rows] |= ~there & ~cold
         at = np.flatnonzero(there)
         if not len(at):
             return at
@@ -104,6 +112,18 @@ class LayerHold:
         whole = probe.readable(self._number, _ALL_LAYERS, self._block_bytes)
         ready = np.where(whole, self._layers, np.minimum(probe.layers_ready, self._layers))
         self.ready[rows[same]] = ready[same]
+
+    def _bring_back(self, rows: I64, deadline: Deadline) -> None:
+        """Ask for blocks on the SSD, from time to time: there may be no slots for them just now. At last, give up."""
+        now_s = time.monotonic()
+        if not self._ask_at_s:
+            self._cold_until_s = now_s + deadline.left_s() * PROMOTION_SHARE
+        elif now_s >= self._cold_until_s:
+            self.gone[rows] = True
+        if now_s >= self._ask_at_s:
+            self._ask_at_s = now_s + _ASK_S
+            request = KeyRequest(self._number, self._keys[rows], flag=BY_LAYERS)
+            self._session.channel.post(Op.PROMOTE, request.encode(), deadline)
 
     def require_valid(self) -> None:
         """Make sure that the leases have lasted until now.

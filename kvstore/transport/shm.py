@@ -34,6 +34,7 @@ from kvstore.transport.channel import Channel, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.device_blocks import DeviceBlocks
 from kvstore.transport.device_side import DeviceSide, attach_segment
+from kvstore.transport.holding import PROMOTION_SHARE
 from kvstore.transport.memory import map_pool, map_segment, prefault
 from kvstore.transport.shm_layers import SharedLayerSink, SharedLayerSource
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
@@ -53,7 +54,6 @@ from kvstore.wire.messages import (
 RESERVATION_TTL_S = 30.0
 RELEASES_WAITING_MAX = 256
 READS_MAX = 3  # looks at a block: it may be on the SSD, and it may lose a race
-PROMOTION_SHARE = 0.8  # of the time left: a slow disk ends the wait, not the connection
 # Blocks come from the SSD in pieces, so that one is copied while the next ones are read. What is under way for one call
 # is a quarter of the pool at most: what has come is not pushed out by what comes next before it was copied.
 PROMOTION_PIECE_BYTES = 8 << 20
@@ -387,10 +387,6 @@ class SharedMemoryLink:
     ) -> SharedLayerSource:
         self._require_usable()
         self._asked.note(keys)
-
-        def promote(cold: Keys) -> None:
-            self._promote(cold, Deadline(timeout_s))
-
         return SharedLayerSource(
             self._session,
             self._number,
@@ -400,7 +396,6 @@ class SharedMemoryLink:
             into,
             ttl_s=ttl_s,
             timeout_s=timeout_s,
-            promote=promote,
             meter=self.meter,
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,6 @@ class SharedLayerSource:
         session: the link's.
         number: of the namespace on this shard.
         wanted, into: what to read, and where it goes.
-        promote: brings keys up from the SSD; run in a thread of its own.
         meter: the link's.
     """
 
@@ -69,17 +67,15 @@ class SharedLayerSource:
         *,
         ttl_s: float,
         timeout_s: float,
-        promote: Callable[[Keys], None],
         meter: LinkMeter,
     ) -> None:
         self._session, self._keys, self._namespace = session, keys, namespace
         self._wanted, self._into = wanted, into
         self._timeout_s = timeout_s
-        self._promote, self._meter = promote, meter
+        self._meter = meter
         self._hold = LayerHold(session, number, namespace.layers, namespace.block_bytes, keys, ttl_s)
         self._copying = threading.Lock()  # held while the caller's memory is written to, under leases that must last
         self._closed = False
-        self._promotion: threading.Thread | None = None
         self._cohorts: list[_Cohort] = []
         self._waiting: I64 = np.zeros(0, dtype=np.int64)  # blocks that a writer or the SSD still works at
         self._look_at_s = 0.0
@@ -125,10 +121,6 @@ class SharedLayerSource:
         lost = hold.take(np.arange(len(self._keys)), deadline, meanwhile=copy_first)
         self.arrived[lost] = 0
         self._meter.add(lost_races=len(lost))
-        if hold.cold.any():
-            cold = self._keys[hold.cold]
-            self._promotion = threading.Thread(target=self._promote, args=(cold,), name="kvstore-promote", daemon=True)
-            self._promotion.start()
         if len(lost) or not self._cohorts:
             self._group()
         self._settle()
@@ -136,14 +128,10 @@ class SharedLayerSource:
     def _look(self, deadline: Deadline) -> None:
         """See what writers and the SSD have done meanwhile."""
         hold, rows = self._hold, self._waiting
-        # Asked before the look: what comes in between is seen by that.
-        over = self._promotion is None or not self._promotion.is_alive()
         before = hold.ready[rows] + hold.gone[rows]
         hold.look(rows, deadline)
-        if over:
-            hold.gone[hold.cold] = True  # they could not be brought back
         self._look_at_s = time.monotonic() + LOOK_S
-        if over or (hold.ready[rows] + hold.gone[rows] != before).any():
+        if (hold.ready[rows] + hold.gone[rows] != before).any():
             self._group()
 
     def _group(self) -> None:

@@ -27,8 +27,9 @@ from kvstore.transport.channel import (
     Exchange,
     Stream,
 )
+from kvstore.transport.holding import PROMOTION_SHARE
 from kvstore.transport.receiving import receive_verified
-from kvstore.transport.shm import PROMOTION_SHARE, RESERVATION_TTL_S, describe
+from kvstore.transport.shm import RESERVATION_TTL_S, describe
 from kvstore.transport.tcp_layers import Pace, TcpLayerSink, TcpLayerSource
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import PROTOCOL_VERSION, Op

@@ -19,6 +19,7 @@ from kvstore.core.errors import ProtocolError
 from kvstore.core.keys import KEY_DTYPE
 
 KEYS_MAX = 16384
+BY_LAYERS = 1  # flag of a PROMOTE: first the first layers of all blocks; the index tells how far they are
 ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is meant
 
 LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
@@ -60,7 +61,7 @@ class KeyRequest:
     namespace: int  # number that OPEN gave
     keys: NDArray[np.void]  # KEY_DTYPE, shape (n,)
     layers: tuple[int, int] = (0, 0)  # FETCH: half-open range
-    flag: int = 0  # PIN: 1 on, 0 off
+    flag: int = 0  # PIN: 1 on, 0 off; PROMOTE: BY_LAYERS
     ttl_ms: int = 0  # RESERVE, HOLD; PROMOTE, FETCH: how long to wait for the SSD
     size_bytes: int = 0  # RESERVE: payload bytes of each block
 

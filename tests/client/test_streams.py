@@ -296,22 +296,32 @@ def test_cancel_from_another_thread_ends_a_wait(server: ServerProcess, client: k
             stream.wait(0)
 
 
-def test_blocks_come_from_the_ssd_too() -> None:
-    with ServerProcess(dram="32MiB", disk="256MiB", admission="always") as server, connect(server, "shm") as client:
-        data = content()
-        count = (64 << 20) // (BLOCKS * SPACE.block_bytes)
+LARGE = kvstore.Namespace(
+    model="stream", revision="1", dtype="uint8", block_tokens=16, layout=kvstore.OpaqueLayout("t", 7, 1 << 20)
+)
+
+
+@pytest.mark.parametrize(("space", "blocks"), [(SPACE, BLOCKS), (LARGE, 2)], ids=["small blocks", "large blocks"])
+def test_blocks_come_from_the_ssd_too(space: kvstore.Namespace, blocks: int) -> None:
+    """Small ones as a whole, large ones some layers at a time."""
+    with (
+        ServerProcess(dram="64MiB", disk="512MiB", admission="always") as server,
+        connect(server, "shm", space) as client,
+    ):
+        data = content(space, blocks)
+        count = (128 << 20) // data.nbytes
         for number in range(count):
-            assert client.put(prompt(client, number), data ^ np.uint8(number)).stored == BLOCKS
+            assert client.put(prompt(client, number, blocks), data ^ np.uint8(number % 251)).stored == blocks
             until(lambda: not server.status()["shards"][0]["disk"]["queued_bytes"], what="write-behind")
         assert server.status()["shards"][0]["gauges"]["disk_blocks"]
         for transport in ("shm", "tcp"):
-            with connect(server, transport) as reader:
+            with connect(server, transport, space) as reader:
                 for number in (0, 1, count - 1):
                     into = np.zeros_like(data)
-                    with reader.layer_stream(prompt(reader, number), into) as stream:
+                    with reader.layer_stream(prompt(reader, number, blocks), into) as stream:
                         for layer in stream.layers:
                             assert stream.wait(layer).all()
-                    np.testing.assert_array_equal(into, data ^ np.uint8(number))
+                            np.testing.assert_array_equal(into[:, layer], data[:, layer] ^ np.uint8(number % 251))
 
 
 def test_a_stream_is_counted_and_noted_as_one_request(server: ServerProcess, client: kvstore.Client) -> None:

@@ -6,32 +6,46 @@ import selectors
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
 from kvstore.index import IndexReader
 from kvstore.server.eviction.lru import LruPolicy
 from kvstore.server.eviction.tenants import Quota
+from kvstore.server.shard import tiering
 from kvstore.server.shard.shard import IndexSegment, Shard
 from kvstore.server.shard.tiering import Admission, Tiering
 from kvstore.server.tiers.disk.engine import DiskTier
-from kvstore.server.tiers.disk.messages import Flush, Load, Namespace, Quotas, Remove, Request, Scan, Stats, Store
+from kvstore.server.tiers.disk.messages import (
+    Answer,
+    Flush,
+    Load,
+    Namespace,
+    Quotas,
+    Remove,
+    Request,
+    Scan,
+    Stats,
+    Store,
+)
 from kvstore.transport.memory import private_arena
-from kvstore.wire.messages import KeyRequest
+from kvstore.wire.messages import BY_LAYERS, KeyRequest, RefRequest
 from tests.server.shards import CHUNK, Rows, keys, namespace, refs, reserve, segment
 from tests.server.tiers.disk.rig import copy_as_it_is
 
 NUMBERS = 24  # blocks; DRAM has slots for a third of them, the SSD for all
 POOL_BYTES = 2 * CHUNK
 DISK_BYTES = 2 << 20
-SPACE = namespace(1, layers=2, layer_bytes=4000)
+SPACE = namespace(1, layers=4, layer_bytes=2000)
 TIMEOUT_S = 30.0
 NOW_S = 0.0
 batches = st.lists(st.integers(0, NUMBERS - 1), min_size=1, max_size=5, unique=True)
@@ -42,11 +56,12 @@ def content(number: int) -> NDArray[np.uint8]:
 
 
 class InlineDisk:
-    """The disk worker's part of a shard, in its own thread: `step` does what has become due."""
+    """The disk worker's part of a shard, in its own thread: `step` does what is due, and hands over one answer."""
 
     def __init__(self, folder: Path, pool: NDArray[np.uint8], boot: bytes) -> None:
         self.tier = DiskTier(folder, DISK_BYTES, pool, boot)
         self._request = 0
+        self.answers: deque[Answer] = deque()
 
     def submit_quotas(self, quotas: dict[str, Quota]) -> None:
         self._submit(Quotas(quotas))
@@ -57,6 +72,10 @@ class InlineDisk:
 
     def submit_load(self, rows: Rows) -> int:
         return self._submit(Load(rows))
+
+    @property
+    def load_room(self) -> int:
+        return 1000
 
     def submit_remove(self, generation: int, keys: Rows) -> int:
         return self._submit(Remove(generation, keys))
@@ -73,13 +92,14 @@ class InlineDisk:
     def step(self, tiering: Tiering) -> None:
         if self.tier.scanning:
             self.tier.scan_step()
-        else:
+        elif not self.answers:
             with selectors.DefaultSelector() as selector:
                 selector.register(self.tier.fd, selectors.EVENT_READ)
                 selector.select(0.02)
         self.tier.poll()
-        for answer in self.tier.answers():
-            tiering.take(answer)
+        self.answers += self.tier.answers()
+        if self.answers:
+            tiering.take(self.answers.popleft())
 
     def _submit(self, message: Request) -> int:
         self._request += 1
@@ -130,7 +150,7 @@ class ShardWithDisk:
 
     def settle(self) -> None:
         """Until nothing is on its way to the SSD or back."""
-        self.until(lambda: self.disk.tier.idle and not self.shard.blocks.storing.any())
+        self.until(lambda: self.disk.tier.idle and not self.disk.answers and not self.shard.blocks.storing.any())
 
     def request(self, numbers: list[int], *, flag: int = 0) -> KeyRequest:
         return KeyRequest(self.space, keys(*numbers), flag=flag, ttl_ms=60_000)
@@ -154,6 +174,9 @@ class ShardWithDiskAgainstAModel(RuleBasedStateMachine):
         self.run = ShardWithDisk(self.folder, bytes(16))
         self.put_numbers: set[int] = set()  # put and not deleted: they may be served
         self.pins: dict[int, int] = {}
+        self.held: list[tuple[int, list[tuple[int, int, int]]]] = []  # lease; number, offset, layers that were there
+        self.small = patch.multiple(tiering, RANGE_BYTES=SPACE.layer_bytes, BY_LAYERS_BYTES_MIN=SPACE.layer_bytes)
+        self.small.start()
 
     # --- what clients do ---------------------------------------------------------------------------------------------
 
@@ -181,6 +204,31 @@ class ShardWithDiskAgainstAModel(RuleBasedStateMachine):
             number, offset = numbers[place], int(probe.offsets[place])
             assert number in self.put_numbers
             assert (run.pool[offset : offset + SPACE.block_bytes] == content(number)).all()
+
+    @rule(numbers=batches, steps=st.integers(0, 4))
+    def follow_layers(self, numbers: list[int], steps: int) -> None:
+        """Ask for blocks layer by layer, and hold them at any point of their way."""
+        run = self.run
+        if len(self.held) == 2:
+            return  # some of DRAM has to be left for the others
+        wanted = run.request(numbers, flag=BY_LAYERS)
+        run.shard.promote(wanted, NOW_S, lambda: None)
+        for _ in range(steps):
+            run.disk.step(run.tiering)
+        probe = run.index.probe(wanted.keys)
+        there = np.flatnonzero(probe.readable(run.space, 1, SPACE.block_bytes))
+        found = RefRequest.of(probe.handles[there], probe.generations[there]).refs
+        lease, held = run.shard.lease(run.session, found, 600_000, NOW_S)
+        assert held.all()
+        ready = np.where(probe.loading[there], probe.layers_ready[there], SPACE.layers)
+        read = zip((numbers[place] for place in there), probe.offsets[there].tolist(), ready.tolist(), strict=True)
+        self.held.append((lease, list(read)))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def let_go(self) -> None:
+        lease, _ = self.held.pop()
+        assert self.run.shard.release(self.run.session, np.array([lease], dtype=np.uint64), NOW_S).all()
 
     @rule(numbers=batches)
     def delete(self, numbers: list[int]) -> None:
@@ -228,6 +276,7 @@ class ShardWithDiskAgainstAModel(RuleBasedStateMachine):
         self._end_disk(clean)
         self.run = ShardWithDisk(self.folder, self.runs.to_bytes(16, "little"))
         self.pins.clear()
+        self.held.clear()
         assert self._found() == durable
         self.put_numbers = durable
 
@@ -270,6 +319,17 @@ class ShardWithDiskAgainstAModel(RuleBasedStateMachine):
             probe = self.run.index.probe(keys(*self.pins))
             assert probe.readable(self.run.space, SPACE.layers, SPACE.block_bytes).all()
 
+    @invariant()
+    def layers_that_are_said_to_be_there_are_right(self) -> None:
+        if not hasattr(self, "run"):
+            return
+        probe = self.run.index.probe(keys(*range(NUMBERS)))
+        loading = np.flatnonzero(probe.loading)
+        at = zip(loading.tolist(), probe.offsets[loading].tolist(), probe.layers_ready[loading].tolist(), strict=True)
+        for number, offset, layers in [*at, *(row for _, rows in self.held for row in rows)]:
+            size = layers * SPACE.layer_bytes
+            assert (self.run.pool[offset : offset + size] == content(number)[:size]).all()
+
     def _found(self) -> set[int]:
         states = self.run.index.probe(keys(*range(NUMBERS))).states
         return set(np.flatnonzero(states).tolist())
@@ -282,6 +342,7 @@ class ShardWithDiskAgainstAModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "run"):
+            self.small.stop()
             self.run.close()
             shutil.rmtree(self.base)
 

@@ -33,7 +33,7 @@ from kvstore.server.eviction.tenants import NOBODY, Quota, Tenants
 from kvstore.server.shard.blocks import BlockTable, Life, NamespaceInfo
 from kvstore.server.shard.device_tier import DeviceTier
 from kvstore.server.shard.tiering import Admission, Disk, Tiering
-from kvstore.wire.messages import ANY_NAMESPACE, LOOKUP_ROW, RESERVE_ROW, KeyRequest
+from kvstore.wire.messages import ANY_NAMESPACE, BY_LAYERS, LOOKUP_ROW, RESERVE_ROW, KeyRequest
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -48,6 +48,7 @@ FREE_UP_BLOCKS = 1024  # looked at in one step
 DISK_OWNER = 0xFFFFFFFF  # of slots that the disk worker is filling for a block that was deleted
 _WITH_SLOT = (Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED, Life.LOADING)
 _RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
+_LOADING = int(Life.LOADING)
 
 
 class IndexSegment(NamedTuple):
@@ -135,6 +136,7 @@ class Shard:
         self._namespaces: list[NamespaceInfo] = []
         self._namespace_ids: dict[bytes, int] = {}
         self._tenant_of: I64 = np.zeros(0, dtype=np.int64)  # by namespace
+        self._layers_of: I64 = np.zeros(0, dtype=np.int64)  # by namespace
         self._value_of: NDArray[np.float64] = np.zeros(0)  # by namespace
         self._sessions = 0
         self._generation = 1
@@ -197,6 +199,7 @@ class Shard:
         self._namespaces.append(info)
         self._namespace_ids[info.digest] = len(self._namespaces) - 1
         self._tenant_of = np.append(self._tenant_of, self.tenants.number(info.tenant))
+        self._layers_of = np.append(self._layers_of, info.layers)
         self._value_of = np.append(self._value_of, info.value)
         return len(self._namespaces) - 1
 
@@ -246,7 +249,7 @@ class Shard:
         if not held.all():
             handles = handles[held]
         life = self.blocks.life[handles]
-        present = (life == _COMMITTED) | (life == _RESERVED)
+        present = (life == _COMMITTED) | (life == _RESERVED) | (life == _LOADING)
         if not present.all():
             held[held] = present
             handles = handles[present]
@@ -300,7 +303,7 @@ class Shard:
 
     def promote(self, request: KeyRequest, now_s: float, done: Callable[[], None]) -> None:
         """Bring blocks from the SSD into the pool; `done` is called when they are there or can't be, or after
-        `ttl_ms`.
+        `ttl_ms`. BY_LAYERS: first the first layers of all of them, and `done` is called at once.
         """
         info_number = request.namespace
         self._check_namespace(info_number)
@@ -308,8 +311,13 @@ class Shard:
         if self.tiering is None:
             done()
             return
-        committed = found.states == BlockState.COMMITTED
-        self.tiering.promote(found.handles[committed], now_s + _ttl_s(request.ttl_ms), done)
+        handles = found.handles[found.states == BlockState.COMMITTED]
+        if request.flag == BY_LAYERS:
+            handles = handles[self.blocks.namespace[handles] == info_number]
+            self.tiering.promote(handles, by_layers=True)
+            done()
+            return
+        self.tiering.promote(handles, now_s + _ttl_s(request.ttl_ms), done)
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
@@ -575,6 +583,19 @@ class Shard:
         info = self._namespaces[int(self.blocks.namespace[handles[0]])]
         return self._allocate(self.allocator.slot_bytes_for(info.slot_bytes), count, int(owners[0]))
 
+    def loading(self, handles: I64, generations: NDArray[np.uint64], offsets: I64) -> None:
+        """These blocks are on their way from the SSD into these slots."""
+        blocks = self.blocks
+        blocks.life[handles] = Life.LOADING
+        blocks.generation[handles] = generations
+        blocks.offset[handles] = offsets
+        blocks.holds[handles] = 0
+        self._index.relocate(handles, generations, offsets, Tier.LOADING)
+
+    def loaded_layers(self, handles: I64, layers_ready: int) -> None:
+        """So many layers of these blocks have come."""
+        self._index.set_status(handles, BlockState.COMMITTED, layers_ready, Tier.LOADING)
+
     def free_slots(self, handles: I64, offsets: I64) -> None:
         """Give slots back that were meant for these blocks."""
         self.tenants.give(self._owners(handles), self.allocator.slot_bytes_of(offsets))
@@ -589,17 +610,23 @@ class Shard:
         """Keys of blocks that are in the index."""
         return np.ascontiguousarray(self._index.read(handles)[:, :3]).view(KEY_DTYPE).reshape(-1)
 
-    def arrived(self, handles: I64, generations: NDArray[np.uint64], offsets: I64) -> None:
-        """These blocks are in DRAM again."""
+    def arrived(self, handles: I64) -> None:
+        """These blocks are in DRAM again, as a whole."""
         blocks = self.blocks
         blocks.life[handles] = Life.COMMITTED
-        blocks.generation[handles] = generations
-        blocks.offset[handles] = offsets
-        blocks.holds[handles] = 0
-        self._index.relocate(handles, generations, offsets, Tier.DRAM)
+        layers = self._layers_of[blocks.namespace[handles]]
+        self._index.set_status(handles, BlockState.COMMITTED, layers)
         self.tenants.admit(handles[blocks.pins[handles] == 0])
         if self.device_tier is not None:
             self.device_tier.committed(handles)
+
+    def not_arrived(self, handles: I64) -> None:
+        """The disk worker has given up on these blocks, or they were deleted meanwhile: they are nowhere any more, and
+        their slots are ours again.
+        """
+        failed = handles[self.blocks.life[handles] == Life.LOADING]
+        self._index.remove(failed)
+        self._let_go(handles)
 
     def forget(self, handles: I64) -> None:
         """These blocks are nowhere any more."""

@@ -7,7 +7,8 @@ calls from the shard's one thread: requests are submitted, answers are fed back,
   time, or never (`Admission`). Its slot is held meanwhile. A full queue skips the block and counts it: no put waits.
 - *Demotion*: a durable block that comes up for eviction gives its slot back and stays in the index, on the SSD only.
 - *Promotion*: a block on the SSD that is wanted gets a slot, and the worker fills it. Whoever asks for it meanwhile
-  waits for the same read.
+  waits for the same read. For readers of layers it fills many slots at once, the first layers of all of them first,
+  and the index says how far it is.
 - A slot that the worker fills is the worker's until it answers, however long that takes and whatever becomes of the
   key.
 """
@@ -46,6 +47,9 @@ Rows = NDArray[np.void]
 Board = NDArray[np.uint32]
 Done = Callable[[], None]
 
+RANGE_BYTES = 2 << 20  # of a block, to be read at a time for readers of layers: shorter reads slow the disk down
+BY_LAYERS_BYTES_MIN = 2 * RANGE_BYTES
+PIECE_BYTES = 8 << 20  # of smaller blocks: some are copied by their readers while others are read
 LOADS_AT_ONCE_MAX = 4096  # blocks under way from the SSD; more wait for the next time they are asked for
 
 
@@ -63,6 +67,8 @@ class Disk(Protocol):
     def submit_quotas(self, quotas: dict[str, Quota]) -> None: ...
     def submit_store(self, space: Namespace, rows: Rows) -> int: ...
     def submit_load(self, rows: Rows) -> int: ...
+    @property
+    def load_room(self) -> int: ...
     def submit_remove(self, generation: int, keys: Rows) -> int: ...
     def submit_flush(self, generation: int, digest: bytes) -> int: ...
     def submit_scan(self) -> int: ...
@@ -93,6 +99,16 @@ class Waiter:
     done: Done
 
 
+@dataclass(slots=True)
+class _Load:
+    """Blocks of one size on their way from the SSD, as a whole or some layers after the other."""
+
+    handles: I64
+    ends: list[int]  # layers that are there once each of the requests before and this one have been answered
+    open: set[int]  # requests without an answer, by their place
+    good: NDArray[np.bool_]  # blocks of which nothing has failed so far
+
+
 class ShardSide(Protocol):
     """What tiering needs of the shard that it belongs to."""
 
@@ -112,8 +128,22 @@ class ShardSide(Protocol):
         """Keys of blocks that are in the index."""
         ...
 
-    def arrived(self, handles: I64, generations: NDArray[np.uint64], offsets: I64) -> None:
-        """These blocks are in DRAM again."""
+    def loading(self, handles: I64, generations: NDArray[np.uint64], offsets: I64) -> None:
+        """These blocks are on their way from the SSD into these slots."""
+        ...
+
+    def loaded_layers(self, handles: I64, layers_ready: int) -> None:
+        """So many layers of these blocks have come."""
+        ...
+
+    def arrived(self, handles: I64) -> None:
+        """These blocks are in DRAM again, as a whole."""
+        ...
+
+    def not_arrived(self, handles: I64) -> None:
+        """The disk worker has given up on these blocks, or they were deleted meanwhile: they are nowhere any more, and
+        their slots are free.
+        """
         ...
 
     def forget(self, handles: I64) -> None:
@@ -161,7 +191,7 @@ class Tiering:
         self._admission = admission
         self._seen: Board = np.zeros(0, dtype=np.uint32)  # the board when the block was committed or last looked at
         self._stores: dict[int, tuple[I64, NDArray[np.uint64]]] = {}  # request: handles, generations
-        self._loads: dict[int, tuple[I64, NDArray[np.uint64], I64]] = {}  # request: handles, generations, offsets
+        self._loads: dict[int, tuple[_Load, int]] = {}  # request: what it is part of, and its place there
         self._loading = 0
         self._waiters: list[Waiter] = []
         self._removals: dict[int, Done] = {}
@@ -196,13 +226,26 @@ class Tiering:
         self._seen[handles] = now[handles]
         self._write_behind(handles)
 
-    def promote(self, handles: I64, deadline_s: float = 0.0, done: Done | None = None) -> None:
+    def promote(
+        self, handles: I64, deadline_s: float = 0.0, done: Done | None = None, *, by_layers: bool = False
+    ) -> None:
         """Bring blocks back that are on the SSD. `done` is called once they are there, or can't be, or at the
         deadline.
+
+        `by_layers`: for readers that follow them in the index. Large blocks come some layers at a time, small ones as
+        a whole and a few at a time.
         """
         blocks = self._blocks
-        cold = np.unique(handles[blocks.life[handles] == Life.ON_DISK])
-        self._load(cold[: max(0, LOADS_AT_ONCE_MAX - self._loading)])
+        cold = _each_once(handles[blocks.life[handles] == Life.ON_DISK])
+        cold = cold[: max(0, LOADS_AT_ONCE_MAX - self._loading)]
+        if by_layers:
+            while len(cold):
+                size = int(blocks.size[cold[0]])
+                count = len(cold) if size >= BY_LAYERS_BYTES_MIN else max(1, PIECE_BYTES // size)
+                self._load(cold[:count], by_layers=True)
+                cold = cold[count:]
+        else:
+            self._load(cold)
         if done is None:
             return
         loading = handles[blocks.life[handles] == Life.LOADING]
@@ -258,8 +301,8 @@ class Tiering:
         """
         for handles, _ in self._stores.values():
             self._shard.unhold(handles)
-        for request in list(self._loads):
-            self._loaded(Loaded(request, np.full(len(self._loads[request][0]), LoadStatus.FAILED, dtype=np.uint8)))
+        for request, (load, _) in list(self._loads.items()):
+            self._loaded(Loaded(request, np.full(len(load.handles), LoadStatus.FAILED, dtype=np.uint8)))
         blocks = self._blocks
         self._shard.forget(blocks.select(Life.ON_DISK))
         blocks.durable[:] = False
@@ -311,44 +354,51 @@ class Tiering:
         self.counters.failed_write_behind_blocks += int(np.count_nonzero(~there))
         self._shard.unhold(handles)
 
-    def _load(self, handles: I64) -> None:
+    def _load(self, handles: I64, *, by_layers: bool = False) -> None:
         if not len(handles):
             return
-        blocks = self._blocks
         offsets = self._shard.slots_for(handles)
         granted = handles[: len(offsets)]
         self.counters.refused_promotions += len(handles) - len(granted)
         if not len(granted):
             return
-        generations = self._shard.next_generations(len(granted))
+        info = self._shard.namespace(int(self._blocks.namespace[granted[0]]))
+        ends = _ranges(info, self._disk.load_room // len(granted)) if by_layers else [info.layers]
         rows = np.zeros(len(granted), dtype=LOAD_ROW)
         rows["key"] = self._shard.keys_of(granted)
+        generations = self._shard.next_generations(len(granted))
         rows["generation"], rows["offset"] = generations, offsets
-        request = self._disk.submit_load(rows)
-        if not request:
-            self.counters.refused_promotions += len(granted)
-            self._shard.free_slots(granted, offsets)
-            return
-        blocks.life[granted] = Life.LOADING
-        blocks.offset[granted] = offsets
-        self._loads[request] = (granted, generations, offsets)
+        load = _Load(granted, ends, set(range(len(ends))), np.ones(len(granted), dtype=np.bool_))
+        for place, end in enumerate(ends):
+            part = rows.copy()
+            if len(ends) > 1:
+                part["first"], part["end"] = ends[place - 1] if place else 0, end
+            request = self._disk.submit_load(part)
+            if not request:  # only the first can be refused: there is room for the others
+                self.counters.refused_promotions += len(granted)
+                self._shard.free_slots(granted, offsets)
+                return
+            self._loads[request] = load, place
+        self._shard.loading(granted, generations, offsets)
         self._loading += len(granted)
 
     def _loaded(self, answer: Loaded) -> None:
-        handles, generations, offsets = self._loads.pop(answer.request, (_NONE, _NO_GENERATIONS, _NONE))
+        load, place = self._loads.pop(answer.request, (_NO_LOAD, 0))
+        load.open.discard(place)
+        load.good &= answer.statuses[: len(load.good)] == LoadStatus.OK
+        handles = load.handles
+        # A block that was deleted meanwhile has given its handle's row to the worker's slot: it ends with the answers.
+        wanted = self._blocks.life[handles] == Life.LOADING
+        if load.open:
+            came = load.ends[min(load.open) - 1] if min(load.open) else 0
+            self._shard.loaded_layers(handles[wanted & load.good], came)
+            return
         self._loading -= len(handles)
-        blocks = self._blocks
-        # A block that was deleted meanwhile has given its handle's row to the worker's slot: it ends with this answer.
-        wanted = blocks.life[handles] == Life.LOADING
-        arrived = wanted & (answer.statuses == LoadStatus.OK)
-        failed = handles[wanted & ~arrived]
-        self._shard.free_slots(handles[~arrived], offsets[~arrived])
-        blocks.life[failed] = Life.ON_DISK
-        self._shard.forget(failed)
-        self._shard.forget(handles[~wanted])
-        self._shard.arrived(handles[arrived], generations[arrived], offsets[arrived])
+        arrived = wanted & load.good
+        self._shard.not_arrived(handles[~arrived])
+        self._shard.arrived(handles[arrived])
         self.counters.promoted_blocks += int(np.count_nonzero(arrived))
-        self.counters.failed_promotions += len(failed)
+        self.counters.failed_promotions += int(np.count_nonzero(wanted & ~arrived))
         self._tell(handles)
 
     def _tell(self, handles: I64) -> None:
@@ -392,8 +442,23 @@ class Tiering:
             self._seen = np.concatenate([self._seen, np.zeros(max(used - known, known // 2, 1024), dtype=np.uint32)])
 
 
+def _each_once(handles: I64) -> I64:
+    """In the order of their first place: that of the prefix."""
+    _, first = np.unique(handles, return_index=True)
+    return handles[np.sort(first)]
+
+
+def _ranges(info: NamespaceInfo, ranges_max: int) -> list[int]:
+    """Where the parts end in which blocks of this namespace are read for readers of layers: layers."""
+    if info.block_bytes < BY_LAYERS_BYTES_MIN or ranges_max < 2:
+        return [info.layers]
+    each = max(-(-RANGE_BYTES // info.layer_bytes), -(-info.layers // ranges_max))
+    return [*range(each, info.layers, each), info.layers]
+
+
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_GENERATIONS = np.zeros(0, dtype=np.uint64)
+_NO_LOAD = _Load(_NONE, [], set(), np.zeros(0, dtype=np.bool_))
 
 
 def _nothing() -> None:

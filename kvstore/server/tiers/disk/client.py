@@ -144,6 +144,11 @@ class DiskLink:
         self.load_blocks += len(rows)
         return number
 
+    @property
+    def load_room(self) -> int:
+        """Blocks whose loading may still be asked for."""
+        return max(0, self._load_blocks_max - self.load_blocks)
+
     def submit_remove(self, generation: int, keys: NDArray[np.void]) -> int:
         """Delete blocks: KEY_DTYPE (n,). `generation` is the next one that the shard will give out."""
         assert len(keys) <= BLOCKS_MAX

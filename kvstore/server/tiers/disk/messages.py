@@ -183,8 +183,8 @@ class Store:
 class Load:
     """Read blocks into the pool. Their slots are the worker's until the answer, however long that takes.
 
-    A row's layers are half-open; end 0 stands for all. After a whole block its trailer is written too, under the row's
-    generation. After a range nothing outside its bytes has changed.
+    A row's layers are half-open; end 0 stands for all. With the last layer the trailer is written, under the row's
+    generation. Besides, nothing outside of a range has changed.
     """
 
     op: ClassVar[Op] = Op.LOAD

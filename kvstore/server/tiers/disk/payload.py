@@ -146,8 +146,9 @@ def read_run(file: File, offset: int, pool: Pool, targets: Sequence[Target], scr
 
 
 def read_layers(file: File, offset: int, pool: Pool, target: Target, first: int, end: int, scratch: Scratch) -> bool:
-    """Read layers first to end of the block at `offset`, and check them. Nothing else in the pool is touched: layers on
-    the same pages may be in use already, so this goes by way of the scratch memory without O_DIRECT too.
+    """Read layers first to end of the block at `offset`, and check them; with the last one the trailer is written. No
+    other layer is touched: those on the same pages may be in use already, so this goes by way of the scratch memory
+    without O_DIRECT too.
     """
     layer_bytes = target.geometry.layer_bytes
     start, stop = first * layer_bytes, end * layer_bytes
@@ -156,7 +157,10 @@ def read_layers(file: File, offset: int, pool: Pool, target: Target, first: int,
         _read_spans(file, span.at // ALIGN_BYTES * ALIGN_BYTES, offset + padded(stop), pool, [span], scratch)
     except OSError:
         return False
-    return span.sums.digest() == target.sums[first * SUM_BYTES : end * SUM_BYTES]
+    right = span.sums.digest() == target.sums[first * SUM_BYTES : end * SUM_BYTES]
+    if right and end == target.geometry.layers:
+        _write_trailer(pool, target)
+    return right
 
 
 def _spans(offset: int, blocks: Sequence[tuple[int, Geometry]]) -> list[_Span]:

@@ -41,6 +41,7 @@ from kvstore.server.tiers.disk.messages import (
     StoreStatus,
 )
 from kvstore.transport.memory import private_arena
+from kvstore.transport.trailer import slot_payload_bytes
 
 A = TypeVar("A")
 TIMEOUT_S = 20.0
@@ -197,8 +198,9 @@ class Rig:
         first, end = layers[0] * self.layer_bytes, (layers[1] or self.layers) * self.layer_bytes
         assert (slot[first:end] == content_of(number, self.size)[first:end]).all(), f"wrong bytes in block {number}"
         if layers not in {(0, 0), (0, self.layers)}:
+            trailed = slot_payload_bytes(self.size, self.layers) if end == self.size else end
             assert (slot[:first] == 0xAB).all()
-            assert (slot[end:] == 0xAB).all()
+            assert (slot[trailed:] == 0xAB).all()
 
     def begin_remove(self, numbers: Sequence[int]) -> int:
         return self.submit(Remove(self.generation, keys_of(numbers)))

@@ -73,10 +73,11 @@ def test_neighbours_of_different_namespaces_are_read_together(tmp_path: Path) ->
     rig.close()
 
 
-def test_a_whole_block_gets_its_trailer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [(0, 0), (2, 4)], ids=["whole", "the last layers of"])
+def test_a_block_gets_its_trailer_with_its_last_layer(tmp_path: Path, layers: tuple[int, int]) -> None:
     rig = Rig(tmp_path)
     rig.store([1])
-    rig.wait(rig.begin_load([1], generation=1234), Loaded)
+    rig.wait(rig.begin_load([1], layers, generation=1234), Loaded)
     trailer = read_trailers(rig.pool, np.array([0]), rig.size, rig.layers)[0].tolist()
     assert trailer == [1234, *sums_of(memoryview(content_of(1, rig.size)), rig.layer_bytes)]
     rig.close()
