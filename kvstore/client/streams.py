@@ -33,6 +33,7 @@ U8 = NDArray[np.uint8]
 POLL_S = 0.0005  # between looks for what a writer or the SSD has done
 POLL_S_MAX = 0.002
 COMPUTES_S = 0.0002  # a caller that stays away for so long between two waits computes meanwhile
+RESUME_S = 0.004  # after so long the thread looks whether a caller that only collected does so no more
 
 
 def layer_memory(
@@ -107,9 +108,8 @@ def _slots(slots: object, count: int, name: str) -> I64:
 class LayerStream:
     """Layers on their way into the caller's memory; made by `Client.layer_stream`. A context manager.
 
-    Layers are numbered as in the block. A thread of the stream's own brings them while the caller computes. Over shared
-    memory there is nothing to wait for but the copies: there a caller that waits makes them itself, so that no layer
-    costs a change of threads.
+    Layers are numbered as in the block. A thread brings them while the caller computes. A caller that waits takes the
+    steps itself, so that no layer costs a change of threads.
 
     One thread at a time may wait; `cancel` may come from any.
     """
@@ -130,8 +130,7 @@ class LayerStream:
         self._timeout_s = timeout_s
         self._lost = lost
         self._turn = threading.Lock()  # who has it takes the next step
-        self._local = all(part.source.fileno() < 0 for part in self._parts)
-        self._changed = threading.Condition()
+        self._resume = threading.Condition()  # for the thread, while the caller takes the steps
         self._done = 0  # layers of which all is known
         self._stop = False
         self._cancelled = False
@@ -175,10 +174,7 @@ class LayerStream:
             raise StreamClosed("the stream was cancelled: what its layers hold is not known")
         if self._done <= place and not self._stop:
             deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
-            if self._local:
-                self._work(place, deadline)
-            else:
-                self._sleep(place, deadline.left_s())
+            self._work(place, deadline)
             if self._done <= place:
                 self._end_it()
         if self._cancelled:
@@ -217,20 +213,20 @@ class LayerStream:
         return arrived
 
     def _end_it(self) -> None:
-        with self._changed:
-            self._stop = True
-            self._changed.notify_all()
+        self._stop = True
+        self._wake()
         for part in self._parts:
-            part.source.close(abandon=True)
+            part.source.close(abandon=part.source.settled < self._end - self._first)
+
+    def _wake(self) -> None:
+        with self._resume:
+            self._resume.notify_all()
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _sleep(self, place: int, limit_s: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._done > place or self._stop, limit_s)
-
     def _work(self, place: int, deadline: Deadline) -> None:
         """Take the steps up to this layer."""
+        patient = deadline.timeout_s >= self._timeout_s
         self._collects = time.monotonic() - self._left_s < COMPUTES_S
         self._waits = True
         try:
@@ -239,18 +235,17 @@ class LayerStream:
                 if left_s <= 0 or not self._turn.acquire(timeout=left_s):
                     return
                 try:
-                    moved = self._done > place or self._stop or self._step(left_s)
+                    moved = self._done > place or self._stop or self._step(left_s, patient)
                 finally:
                     self._turn.release()
                 if not moved:
-                    self._sleep(place, min(POLL_S, left_s))
+                    time.sleep(min(POLL_S, left_s))  # a writer moves a word in shared memory, and wakes nobody
         finally:
             self._waits = False
             self._left_s = time.monotonic()
             # A caller that only collects will be back at once. It is not worth waking anybody.
             if not self._collects:
-                with self._changed:
-                    self._changed.notify_all()
+                self._wake()
 
     # --- moving ------------------------------------------------------------------------------------------------------
 
@@ -258,31 +253,30 @@ class LayerStream:
         pause_s = POLL_S
         try:
             while self._done < self._end - self._first and not self._stop:
-                with self._changed:
+                with self._resume:
                     while self._waits and not self._stop:
-                        self._changed.wait(COMPUTES_S * 5)
+                        self._resume.wait(RESUME_S)
                 with self._turn:
-                    moved = self._stop or self._step(self._timeout_s)
+                    moved = self._stop or self._step(self._timeout_s, patient=True)
                 if moved:
                     pause_s = POLL_S
                     continue
-                time.sleep(pause_s)  # a writer moves a word in shared memory, and nothing wakes its readers
+                time.sleep(pause_s)
                 pause_s = min(2 * pause_s, POLL_S_MAX)
         finally:
             for part in self._parts:
                 part.source.close()
-            with self._changed:
-                self._stop = True
-                self._changed.notify_all()
+            self._stop = True
 
-    def _step(self, timeout_s: float) -> bool:
+    def _step(self, timeout_s: float, patient: bool) -> bool:
         """Move the part that is furthest behind, of those that can be moved; False when there is none."""
         for part in self._movable(timeout_s):
             try:
                 moved = part.source.advance(timeout_s, soon=not self._collects)
             except (Unavailable, ProtocolError):
                 part.over = True
-                if not self._stop:
+                # Whoever would not wait as long as the client does has learned nothing about the shard.
+                if patient and not self._stop:
                     self._lost(part.number)
                 moved = True
             if moved:
@@ -295,16 +289,16 @@ class LayerStream:
         layers = self._end - self._first
         open_parts = [part for part in self._parts if not part.over and part.source.settled < layers]
         open_parts.sort(key=lambda part: part.source.settled)
-        if self._local or len(open_parts) < 2:
+        waiting = {part.source.fileno(): part for part in open_parts if part.source.fileno() >= 0}
+        if not waiting or len(open_parts) < 2:
             return open_parts
         poll = select.poll()
-        places = {part.source.fileno(): part for part in open_parts}
-        for descriptor in places:
-            if descriptor >= 0:
-                poll.register(descriptor, select.POLLIN)
-        waits = all(descriptor >= 0 for descriptor in places)
-        readable = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000 if waits else 0)}
-        movable = [part for descriptor, part in places.items() if descriptor < 0 or descriptor in readable]
+        for descriptor in waiting:
+            poll.register(descriptor, select.POLLIN)
+        all_wait = len(waiting) == len(open_parts)
+        readable = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000 if all_wait else 0)}
+        idle = [part for descriptor, part in waiting.items() if descriptor not in readable]
+        movable = [part for part in open_parts if part not in idle]
         return movable or open_parts  # nobody in time: the first one will say so
 
     def _note(self) -> None:
@@ -313,11 +307,8 @@ class LayerStream:
         done = min((part.source.settled for part in self._parts if not part.over), default=layers)
         if done <= self._done:
             return
-        now_s = time.monotonic()
-        with self._changed:
-            self.arrived_s += [now_s] * (done - self._done)
-            self._done = done
-            self._changed.notify_all()
+        self.arrived_s += [time.monotonic()] * (done - self._done)
+        self._done = done
 
 
 @dataclass(slots=True)

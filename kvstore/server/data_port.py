@@ -490,6 +490,8 @@ class _Connection:
             )
             held.take(np.arange(len(request.keys)), Deadline(SHARD_TIMEOUT_S))
             self._held = _Held(held, request, layers, layer_bytes)
+        else:
+            self._session.tell(self._asked, Deadline(SHARD_TIMEOUT_S))
         if not frame.flags & NO_REPLY:
             self._reply(frame, b"", deadline)
 

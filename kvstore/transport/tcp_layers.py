@@ -22,7 +22,7 @@ from kvstore.core.states import PutStatus
 from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
 from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Channel, Deadline
-from kvstore.transport.receiving import receive_verified
+from kvstore.transport.receiving import ReceivePlan
 from kvstore.transport.trailer import sums_of
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
@@ -84,6 +84,8 @@ class _Request:
     end: int
     found: I64  # of the rows, those that are on their way
     sums: NDArray[np.uint64]  # expected, shape (layers on their way, rows on their way)
+    plan: ReceivePlan | None = None
+    in_step: bool = False  # these are all blocks that still lack layers, and all lack the same
     next: int = -1  # layer that comes next; -1 until the answer has begun
     began_s: float = 0.0
 
@@ -155,7 +157,6 @@ class TcpLayerSource:
         if request.next == request.end:
             self._requests.popleft()
             self._ask(deadline)
-        self._settle()
         return moved
 
     def fileno(self) -> int:
@@ -234,6 +235,12 @@ class TcpLayerSource:
         request.next, request.began_s = request.first, time.monotonic()
         if not request.sums.size:
             request.next = request.end
+            self._settle()
+        size, found = self._wanted.size, request.found
+        request.plan = ReceivePlan(self._into.offsets[found], size, size)
+        missing = self._alive & (self.arrived < self._wanted.layers)
+        behind = request.first - self._wanted.first
+        request.in_step = len(found) == np.count_nonzero(missing) and bool((self.arrived[found] == behind).all())
         return bool(request.sums.size) or len(late) < len(request.rows)
 
     def _receive_layer(self, request: _Request, deadline: Deadline) -> None:
@@ -247,19 +254,24 @@ class TcpLayerSource:
                     raise Unavailable("the stream was given up")
                 stream.receive_all(targets, deadline)
 
-        into = self._into.of(place, rows)
-        sums = request.sums[layer - request.first].reshape(-1, 1)
-        matching = receive_verified(receive, np.arange(len(rows)), into, size, size, sums)
+        assert request.plan is not None
+        received = request.plan.receive(receive, memoryview(self._into.memories[place]), self._into.shifts[place])
+        expected = request.sums[layer - request.first]
         request.next += 1
         if request.next == request.end:
             self._pace.saw_bytes(request.sums.size * size, time.monotonic() - request.began_s)
-        if not matching.all():
-            self._alive[rows[~matching]] = False
-            self._damaged(self._keys[rows[~matching]])
-            rows = rows[matching]
-        # What was asked for twice, or lacks an earlier layer, does not count.
-        rows = rows[(self.arrived[rows] == place) & self._alive[rows]]
-        self.arrived[rows] = place + 1
+        if received != expected.tolist():
+            wrong = np.array(received, dtype=np.uint64) != expected
+            self._alive[rows[wrong]] = False
+            self._damaged(self._keys[rows[wrong]])
+            request.in_step = False
+        if request.in_step:
+            self.arrived[rows] = self.settled = place + 1
+        else:
+            # What was asked for twice, lacks an earlier layer, or is damaged does not count.
+            rows = rows[(self.arrived[rows] == place) & self._alive[rows]]
+            self.arrived[rows] = place + 1
+            self._settle()
         self._meter.add(read_blocks=len(rows) * (place == 0), read_bytes=len(rows) * size)
 
     def _reply(self, op: Op, number: int, deadline: Deadline) -> tuple[bytes, int]:

@@ -31,6 +31,6 @@ def test_no_slot_begins_right_below_a_callers_array_within_a_page_or_right_above
         slot = map_pool(fd, writable=True).ctypes.data
     finally:
         os.close(fd)
-    for array in (np.empty(8 << 20, np.uint8), np.empty(300_000, np.uint8), private_arena(1 << 20)):
+    for array in (np.empty(64 << 20, np.uint8), private_arena(1 << 20)):
         distance = (array.ctypes.data - slot) % mmap.PAGESIZE
         assert 64 <= distance <= mmap.PAGESIZE - 64
