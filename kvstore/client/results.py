@@ -46,6 +46,13 @@ class Lookup:
         """Which blocks are committed, shape (n,)."""
         return self.states == BlockState.COMMITTED
 
+    @property
+    def started_blocks(self) -> int:
+        """Blocks before the first one that is absent, those that are still being written included: what a
+        `layer_stream` may follow.
+        """
+        return leading(self.states != BlockState.ABSENT)
+
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
