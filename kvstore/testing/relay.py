@@ -1,9 +1,16 @@
-"""A link of limited bandwidth in front of a node, without privileges: a TCP relay with a token bucket."""
+"""A link of limited bandwidth in front of a node, without privileges: a TCP relay with a token bucket.
+
+    python -m kvstore.testing.relay HOST:PORT BYTES_PER_S
+
+prints the address to connect to, and carries on until it is terminated.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -192,3 +199,21 @@ class _Control(grpc.GenericRpcHandler):
         self.data_address = (reply.data_host or self._host, reply.data_port)
         reply.data_host, reply.data_port = "127.0.0.1", self._port
         return reply.SerializeToString()
+
+
+def main() -> None:
+    """One relay, until the process is terminated."""
+    parser = argparse.ArgumentParser(prog="relay", description="A link of limited bandwidth in front of a node.")
+    parser.add_argument("address", help="of the node's control port, host:port")
+    parser.add_argument("bytes_per_s", type=float, help="what its data port may send")
+    arguments = parser.parse_args()
+    if not arguments.bytes_per_s > 0:
+        parser.error(f"bytes_per_s {arguments.bytes_per_s}: allowed is above 0")
+    with Relay(arguments.address, arguments.bytes_per_s) as relay:
+        sys.stdout.write(f"{relay.address}\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
