@@ -50,6 +50,7 @@ from kvstore.core.keys import TokenIds
 __all__ = ["CacheAdapter", "LoadResult", "Prefill", "namespace_for"]
 
 STAGING_BYTES = 32 * 2**20  # measured: smaller ones slow the put down, larger ones gain nothing
+ARRIVALS_BYTES = 256 * 2**20  # a stream has one buffer for its whole hit; larger ones are not kept for the next
 
 T = TypeVar("T")
 
@@ -119,7 +120,7 @@ class CacheAdapter:
 
     Loaded tensors are placed on `device` (left out: the model's). Transfers go through one staging buffer, at most
     `staging_bytes` (or one block) large, that is allocated and touched on first use and kept: longer prompts go in
-    several parts. Calls from several threads take turns. Raises UsageError when the client's namespace is of another
+    several parts. `prefill` has one more, of the size of its hit. Calls from several threads take turns. Raises UsageError when the client's namespace is of another
     shape than the model.
     """
 
@@ -136,6 +137,7 @@ class CacheAdapter:
         self._shape: Final = _shape_of(client.namespace, _layout_of(self._config))
         self._device = torch.device(device or (model.device if isinstance(model, PreTrainedModel) else "cpu"))
         self._staging: Final = _Staging(client.namespace.block_bytes, staging_bytes)
+        self._arrivals: Final = _Staging(client.namespace.block_bytes, ARRIVALS_BYTES)
         self._lock: Final = threading.Lock()
 
     def load(self, token_ids: TokenIds, limit: int | None = None, *, plan: bool = True) -> tuple[DynamicCache, int]:
@@ -271,7 +273,7 @@ class CacheAdapter:
     def _arriving(self, keys: BlockKeys, stack: ExitStack) -> ArrivingKv | None:
         """A stream of these blocks, which ends with the stack; None when there can't be one."""
         layers = self._shape.layout.layers
-        staged = self._staging.first(len(keys)).view(-1).view(layers, len(keys), -1)
+        staged = self._arrivals.first(len(keys)).view(-1).view(layers, len(keys), -1)
         try:
             stream = stack.enter_context(self._client.layer_stream(keys, list(staged.numpy())))
         except KvStoreError as fault:
@@ -385,7 +387,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Staging:
-    """One buffer for the blocks in transit, uint8 [blocks, block_bytes]; grows as asked for, up to a limit."""
+    """One buffer for the blocks in transit, uint8 [blocks, block_bytes]; it is kept and grows, up to a limit."""
 
     block_bytes: int
     limit_bytes: int
@@ -393,11 +395,13 @@ class _Staging:
 
     @property
     def blocks(self) -> int:
-        """The most blocks that fit at once; at least one."""
+        """The most blocks that fit into what is kept; at least one."""
         return max(1, self.limit_bytes // self.block_bytes)
 
     def first(self, count: int) -> Tensor:
-        """The first `count` rows, `count` <= `blocks`. The next call gives the same memory again."""
+        """The first `count` rows. The next call gives the same memory again, unless that is more than `blocks`."""
+        if count > self.blocks:
+            return torch.empty(count, self.block_bytes, dtype=torch.uint8)
         if len(self._buffer) < count:
             # Zeros, written now: the first touch of fresh memory costs many times a copy, and belongs here, once.
             self._buffer = torch.empty(count, self.block_bytes, dtype=torch.uint8).fill_(0)
