@@ -120,8 +120,8 @@ class CacheAdapter:
 
     Loaded tensors are placed on `device` (left out: the model's). Transfers go through one staging buffer, at most
     `staging_bytes` (or one block) large, that is allocated and touched on first use and kept: longer prompts go in
-    several parts. `prefill` has one more, of the size of its hit. Calls from several threads take turns. Raises UsageError when the client's namespace is of another
-    shape than the model.
+    several parts. `prefill` has one more, of the size of its hit. Calls from several threads take turns. Raises
+    UsageError when the client's namespace is of another shape than the model.
     """
 
     def __init__(

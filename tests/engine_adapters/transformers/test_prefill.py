@@ -133,6 +133,19 @@ def test_the_cache_of_a_prefill_goes_on_like_any_other(connect: Connect, model: 
     assert adapter.store(longer, prefilled.cache).stored == 2
 
 
+def test_a_hit_larger_than_the_buffer_that_is_kept_streams_in_too(
+    connect: Connect, model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_adapters.transformers.cache.ARRIVALS_BYTES", 2 * tiny_namespace(model).block_bytes)
+    token_ids = prompt(PROMPT_TOKENS, seed=43)
+    adapter = connect()
+    adapter.store(token_ids, compute(model, token_ids)[0])
+    for tokens in (33, PROMPT_TOKENS, 33):
+        prefilled = adapter.prefill(token_ids[:tokens], forward_of(model), plan=False)
+        assert prefilled.hit_tokens == (tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        assert_as_computed(prefilled.cache, prefilled.output, compute(model, token_ids[:tokens]))
+
+
 def test_a_pass_in_several_calls_is_stored_whole(connect: Connect, model: LlamaForCausalLM) -> None:
     token_ids = prompt(PROMPT_TOKENS, seed=33)
     adapter = connect()
