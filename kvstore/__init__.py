@@ -38,10 +38,12 @@ if TYPE_CHECKING:
     from kvstore.client.aio import AsyncClient, AsyncView, connect_async
     from kvstore.client.client import Client, View, connect
     from kvstore.client.device_pool import DevicePool
+    from kvstore.client.planning import Action, FetchPlan
     from kvstore.client.results import Fetched, GetResult, Lookup, PutResult
     from kvstore.client.streams import LayerStream, PublishStream
 
 __all__ = [
+    "Action",
     "AsyncClient",
     "AsyncView",
     "BlockKeys",
@@ -53,6 +55,7 @@ __all__ = [
     "DeadlineExceeded",
     "DeviceError",
     "DevicePool",
+    "FetchPlan",
     "Fetched",
     "GetResult",
     "IndexFull",
@@ -87,6 +90,7 @@ _HOMES = {
     "kvstore.client.aio": ("AsyncClient", "AsyncView", "connect_async"),
     "kvstore.client.client": ("Client", "View", "connect"),
     "kvstore.client.device_pool": ("DevicePool",),
+    "kvstore.client.planning": ("Action", "FetchPlan"),
     "kvstore.client.results": ("Fetched", "GetResult", "Lookup", "PutResult"),
     "kvstore.client.streams": ("LayerStream", "PublishStream"),
 }

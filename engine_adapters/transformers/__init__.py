@@ -10,6 +10,6 @@
 See docs/transformers.md.
 """
 
-from engine_adapters.transformers.cache import CacheAdapter, LoadResult, namespace_for
+from engine_adapters.transformers.cache import CacheAdapter, LoadResult, Prefill, namespace_for
 
-__all__ = ["CacheAdapter", "LoadResult", "namespace_for"]
+__all__ = ["CacheAdapter", "LoadResult", "Prefill", "namespace_for"]

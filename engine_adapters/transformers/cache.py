@@ -9,10 +9,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,11 +25,20 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from engine_adapters.transformers.packing import BlockShape, pack, unpack
+from engine_adapters.transformers.streaming import (
+    ArrivingKv,
+    LayerPublisher,
+    MissingKvError,
+    filled_cache,
+    plain_cache,
+    streaming_cache,
+)
 from kvstore import (
     BlockKeys,
     BlockState,
     CanonicalLayout,
     Client,
+    FetchPlan,
     KvStoreError,
     Namespace,
     PutResult,
@@ -35,9 +47,12 @@ from kvstore import (
 )
 from kvstore.core.keys import TokenIds
 
-__all__ = ["CacheAdapter", "LoadResult", "namespace_for"]
+__all__ = ["CacheAdapter", "LoadResult", "Prefill", "namespace_for"]
 
 STAGING_BYTES = 32 * 2**20  # measured: smaller ones slow the put down, larger ones gain nothing
+ARRIVALS_BYTES = 256 * 2**20  # a stream has one buffer for its whole hit; larger ones are not kept for the next
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -84,13 +99,29 @@ def namespace_for(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill(Generic[T]):
+    """What `prefill` gives."""
+
+    output: T  # of the forward pass that counted
+    cache: DynamicCache  # of the whole prompt; an ordinary one
+    hit_tokens: int  # of the prompt, from the store
+    stored: Future[PutResult]  # of the blocks after the hit; the last ones may still be on their way
+    plan: FetchPlan | None = None
+    bytes: int = 0  # fetched from the store
+    lookup_s: float = 0.0
+    waited_s: float = 0.0  # the forward pass, for layers that were not there yet
+    unpack_s: float = 0.0
+    forward_s: float = 0.0  # with both
+
+
 class CacheAdapter:
     """Moves KV between a `DynamicCache` and the store, over one client whose namespace is `namespace_for(model, ...)`.
 
     Loaded tensors are placed on `device` (left out: the model's). Transfers go through one staging buffer, at most
     `staging_bytes` (or one block) large, that is allocated and touched on first use and kept: longer prompts go in
-    several parts. Calls from several threads take turns. Raises UsageError when the client's namespace is of another
-    shape than the model.
+    several parts. `prefill` has one more, of the size of its hit. Calls from several threads take turns. Raises
+    UsageError when the client's namespace is of another shape than the model.
     """
 
     def __init__(
@@ -106,27 +137,86 @@ class CacheAdapter:
         self._shape: Final = _shape_of(client.namespace, _layout_of(self._config))
         self._device = torch.device(device or (model.device if isinstance(model, PreTrainedModel) else "cpu"))
         self._staging: Final = _Staging(client.namespace.block_bytes, staging_bytes)
+        self._arrivals: Final = _Staging(client.namespace.block_bytes, ARRIVALS_BYTES)
         self._lock: Final = threading.Lock()
 
-    def load(self, token_ids: TokenIds, limit: int | None = None) -> tuple[DynamicCache, int]:
+    def load(self, token_ids: TokenIds, limit: int | None = None, *, plan: bool = True) -> tuple[DynamicCache, int]:
         """A cache that holds the leading tokens of a prompt, and how many: whole blocks, 0 for a miss.
 
         At least one token is left for the engine to compute, because logits aren't stored. `limit`: the most
-        tokens wanted.
+        tokens wanted. `plan`: fetch only as much as is faster than recomputing it, as far as that is known; see
+        `Client.lookup`.
         """
-        fetched = self.fetch(token_ids, limit)
+        fetched = self.fetch(token_ids, limit, plan=plan)
         return fetched.cache, fetched.hit_tokens
 
-    def fetch(self, token_ids: TokenIds, limit: int | None = None) -> LoadResult:
+    def fetch(self, token_ids: TokenIds, limit: int | None = None, *, plan: bool = True) -> LoadResult:
         """`load`, with bytes and seconds."""
         tokens = _as_array(token_ids)
         usable = max(0, len(tokens) - 1 if limit is None else min(len(tokens) - 1, limit))
         with self._lock:
             try:
-                return self._fetch(tokens[: usable - usable % self._shape.block_tokens])
+                return self._fetch(tokens[: usable - usable % self._shape.block_tokens], len(tokens), plan=plan)
             except KvStoreError as fault:
                 _log.warning("lookup failed, prompt of %d tokens counts as a miss: %s", len(tokens), fault)
                 return LoadResult(self._empty_cache(), 0)
+
+    def prefill(
+        self,
+        token_ids: TokenIds,
+        forward: Callable[[Tensor, DynamicCache], T],
+        *,
+        plan: bool = True,
+        follow: bool = False,
+        store: bool = True,
+    ) -> Prefill[T]:
+        """Run the engine's forward pass over what the store doesn't have of a prompt, while the rest arrives layer by
+        layer: a layer waits for its own KV only. New KV is stored in the same way, a layer as soon as it is computed.
+
+        When a layer does not come, or not for all blocks, the pass is given up and run again over what is missing. All
+        layers together are waited for as long as the client's `timeout_s`.
+
+        Args:
+            token_ids: of the prompt, at least one.
+            forward: `forward(input_ids, cache)`, input_ids [1, n] on the adapter's device, int64. It hands the cache to
+            the model, in one call or several, and returns what it likes. May be called twice.
+            plan: fetch only as much as is faster than recomputing it; see `Client.lookup`. Else all that is there.
+            follow: also take blocks that another worker is computing just now, as it goes on.
+            store: whether to store new blocks.
+
+        What `forward` raises is raised; nothing is stored then.
+        """
+        tokens = _as_array(token_ids)
+        if not len(tokens):
+            raise UsageError("token_ids is empty: allowed is one token or more")
+        with self._lock:
+            began_s = time.perf_counter()
+            keys, hit, planned = self._hit(tokens, plan=plan, follow=follow)
+            lookup_s = time.perf_counter() - began_s
+            with ExitStack() as stack:
+                arriving = self._arriving(keys[:hit], stack) if hit else None
+                run = partial(self._run, tokens, keys if store else keys[:0], forward)
+                try:
+                    output, cache, publisher, forward_s = run(arriving)
+                except MissingKvError as missing:
+                    assert arriving is not None
+                    arriving.settle()
+                    _log.warning("%s did not come, going on with %d blocks", missing, arriving.blocks)
+                    output, cache, publisher, forward_s = run(arriving if arriving.blocks else None)
+        blocks = arriving.blocks if arriving else 0
+        waited_s, unpack_s = (arriving.waited_s, arriving.unpack_s) if arriving else (0.0, 0.0)
+        return Prefill(
+            output,
+            plain_cache(self._config, cache),
+            hit_tokens=blocks * self._shape.block_tokens,
+            stored=publisher.result,
+            plan=planned,
+            bytes=blocks * self._client.namespace.block_bytes,
+            lookup_s=lookup_s,
+            waited_s=waited_s,
+            unpack_s=unpack_s,
+            forward_s=forward_s,
+        )
 
     def store(self, token_ids: TokenIds, cache: DynamicCache) -> PutResult:
         """Put the full blocks whose KV is in `cache` and which the store doesn't have yet.
@@ -145,10 +235,11 @@ class CacheAdapter:
                 _log.warning("storing %d blocks failed: %s", blocks, fault)
                 return PutResult(np.full(blocks, PutStatus.FAILED, np.uint8), 0)
 
-    def _fetch(self, tokens: NDArray[np.integer[Any]]) -> LoadResult:
+    def _fetch(self, tokens: NDArray[np.integer[Any]], prompt_tokens: int, *, plan: bool) -> LoadResult:
         started_s = time.perf_counter()
         keys = self._client.keys(tokens)
-        hit = self._client.lookup(keys).hit_blocks if len(keys) else 0
+        found = self._client.lookup(keys, plan=plan, prompt_tokens=prompt_tokens, overlap=False)
+        hit = found.plan.fetch_blocks if found.plan else found.hit_blocks
         lookup_s = time.perf_counter() - started_s
         if hit == 0:
             return LoadResult(self._empty_cache(), 0, lookup_s=lookup_s)
@@ -162,6 +253,62 @@ class CacheAdapter:
             transfer_s=clock.transfer_s,
             unpack_s=clock.unpack_s,
         )
+
+    def _hit(
+        self, tokens: NDArray[np.integer[Any]], *, plan: bool, follow: bool
+    ) -> tuple[BlockKeys, int, FetchPlan | None]:
+        """The keys of a prompt's full blocks, how many of the first of them to fetch, and the plan."""
+        keys = self._client.keys(tokens)
+        usable = (len(tokens) - 1) // self._shape.block_tokens  # logits aren't stored: a token is left to compute
+        try:
+            found = self._client.lookup(keys, plan=plan, prompt_tokens=len(tokens))
+        except KvStoreError as fault:
+            _log.warning("lookup failed, prompt of %d tokens counts as a miss: %s", len(tokens), fault)
+            return keys, 0, None
+        hit = found.plan.fetch_blocks if found.plan else found.hit_blocks
+        if follow and hit == found.hit_blocks:
+            hit = found.started_blocks
+        return keys, min(hit, usable), found.plan
+
+    def _arriving(self, keys: BlockKeys, stack: ExitStack) -> ArrivingKv | None:
+        """A stream of these blocks, which ends with the stack; None when there can't be one."""
+        layers = self._shape.layout.layers
+        staged = self._arrivals.first(len(keys)).view(-1).view(layers, len(keys), -1)
+        try:
+            stream = stack.enter_context(self._client.layer_stream(keys, list(staged.numpy())))
+        except KvStoreError as fault:
+            _log.warning("no stream of %d blocks, they count as a miss: %s", len(keys), fault)
+            return None
+        return ArrivingKv(stream, staged, self._shape, self._client.timeout_s)
+
+    def _run(
+        self,
+        tokens: NDArray[np.integer[Any]],
+        keys: BlockKeys,
+        forward: Callable[[Tensor, DynamicCache], T],
+        arriving: ArrivingKv | None,
+    ) -> tuple[T, DynamicCache, LayerPublisher, float]:
+        """One forward pass after the blocks that arrive; the blocks behind them are stored under `keys`."""
+        first = arriving.blocks if arriving else 0
+        first_token = first * self._shape.block_tokens
+        inputs = torch.from_numpy(tokens[first_token:].astype(np.int64)).unsqueeze(0).to(self._device)
+        publisher = LayerPublisher(self._client, keys[first:], first_token, self._shape)
+        cache = streaming_cache(self._config, self._shape.layout.layers, arriving, publisher)
+        waited_s = arriving.waited_s + arriving.unpack_s if arriving else 0.0
+        began_s = time.perf_counter()
+        done = False
+        try:
+            output = forward(inputs, cache)
+            done = True
+        finally:
+            publisher.end(commit=done)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the pass has only been queued
+        took_s = time.perf_counter() - began_s
+        if arriving:
+            waited_s = arriving.waited_s + arriving.unpack_s - waited_s
+        self._client.observe_compute(inputs.shape[1], max(took_s - waited_s, 1e-9))
+        return output, cache, publisher, took_s
 
     def _transfer(self, keys: BlockKeys, target: tuple[Tensor, Tensor]) -> tuple[int, "_Clock"]:
         """Fill `target` (see `_layer_tensors`) up to the first block that fails: blocks filled, and time taken."""
@@ -226,15 +373,10 @@ class CacheAdapter:
         return DynamicCache(config=self._config)
 
     def _filled_cache(self, target: tuple[Tensor, Tensor], blocks: int) -> DynamicCache:
-        cache = self._empty_cache()
         if blocks == 0:
-            return cache
+            return self._empty_cache()
         keys, values = (tensor[:, :, :blocks].flatten(2, 3).unsqueeze(1) for tensor in target)
-        for index, layer in enumerate(cast(list[DynamicLayer], cache.layers)):
-            # Assigned, not `update`d: that would concatenate with nothing, which copies everything once more.
-            layer.lazy_initialization(keys[index], values[index])
-            layer.keys, layer.values = keys[index], values[index]
-        return cache
+        return filled_cache(self._config, list(zip(keys, values, strict=True)))
 
 
 @dataclass(slots=True)
@@ -245,7 +387,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Staging:
-    """One buffer for the blocks in transit, uint8 [blocks, block_bytes]; grows as asked for, up to a limit."""
+    """One buffer for the blocks in transit, uint8 [blocks, block_bytes]; it is kept and grows, up to a limit."""
 
     block_bytes: int
     limit_bytes: int
@@ -253,11 +395,13 @@ class _Staging:
 
     @property
     def blocks(self) -> int:
-        """The most blocks that fit at once; at least one."""
+        """The most blocks that fit into what is kept; at least one."""
         return max(1, self.limit_bytes // self.block_bytes)
 
     def first(self, count: int) -> Tensor:
-        """The first `count` rows, `count` <= `blocks`. The next call gives the same memory again."""
+        """The first `count` rows. The next call gives the same memory again, unless that is more than `blocks`."""
+        if count > self.blocks:
+            return torch.empty(count, self.block_bytes, dtype=torch.uint8)
         if len(self._buffer) < count:
             # Zeros, written now: the first touch of fresh memory costs many times a copy, and belongs here, once.
             self._buffer = torch.empty(count, self.block_bytes, dtype=torch.uint8).fill_(0)

@@ -4,7 +4,8 @@
 
 Starts a real kvstore-server and two worker processes (worker.py) with real weights. The prefill worker computes the KV
 of a prompt and stores it; the decode worker, which never saw the prompt, fetches it and answers, then answers the same
-prompt cold, and a second prompt that begins like the first one. Prints a table, writes JSON, fails if anything differs.
+prompt cold, and a second prompt that begins like the first one. Last, half of a third prompt comes over a slow link,
+before the model computes the rest, and while it does. Prints a table, writes JSON, fails if anything differs.
 """
 
 import argparse
@@ -32,6 +33,10 @@ DRAM: Final = "512MiB"  # the KV of three prompts of 80 MB, and room
 SPINNER: Final = "|/-\\"
 QUESTION: Final = "Summarise the text in one sentence."
 SECOND_QUESTION: Final = "Who is Dinah?"
+THIRD_QUESTION: Final = "Where does it happen?"
+LINK_RUNS: Final = 3
+LINK_TIMEOUT_S: Final = 60.0  # the link is slow on purpose
+LINK_LOAD: Final = 2.0  # transfer of the cached half over computing the other half
 
 
 class DemoError(Exception):
@@ -40,10 +45,13 @@ class DemoError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Two prompts, the second one with the first half of the first one's text."""
+    """Three prompts. The second one has the first half of the first one's text; the third one its first and its last
+    quarter, of which the store has the first.
+    """
 
     first: str
     second: str
+    third: str
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,15 +91,16 @@ def run(prompts: Prompts, threads: int, new_tokens: int) -> dict[str, Any]:
         decode.do("warm_up", prompt=prompts.first)
 
         prefilled = prefill.do("prefill", prompt=prompts.first)
-        hits = [decode.do("answer", prompt=prompts.first, from_store=True, new_tokens=new_tokens, label="hit")]
-        hits += [_first_token(decode, prompts.first, from_store=True) for _ in range(HIT_RUNS - 1)]
-        colds = [decode.do("answer", prompt=prompts.first, from_store=False, new_tokens=new_tokens, label="cold")]
-        colds += [_first_token(decode, prompts.first, from_store=False) for _ in range(COLD_RUNS - 1)]
+        hits = [decode.do("answer", prompt=prompts.first, way="fetch", new_tokens=new_tokens, label="hit")]
+        hits += [_first_token(decode, prompts.first, "fetch") for _ in range(HIT_RUNS - 1)]
+        colds = [decode.do("answer", prompt=prompts.first, way="cold", new_tokens=new_tokens, label="cold")]
+        colds += [_first_token(decode, prompts.first, "cold") for _ in range(COLD_RUNS - 1)]
         compared = decode.do("compare", one="hit", other="cold")
 
         shared = decode.do("shared_tokens", one=prompts.first, other=prompts.second)["tokens"]
-        second = decode.do("answer", prompt=prompts.second, from_store=True, new_tokens=new_tokens, label="second")
-        second_cold = decode.do("answer", prompt=prompts.second, from_store=False, new_tokens=new_tokens, label="cold")
+        second = decode.do("answer", prompt=prompts.second, way="fetch", new_tokens=new_tokens, label="second")
+        second_cold = decode.do("answer", prompt=prompts.second, way="cold", new_tokens=new_tokens, label="cold")
+        slow = _over_a_slow_link(decode, address, folder, prompts, new_tokens)
         memcpy = decode.do("memcpy", size_bytes=hits[0]["bytes"] or 64 * 2**20)
     hit, cold = hits[0], colds[0]
     ttft_hit_ms, ttft_cold_ms = _median(hits, "ttft_ms"), _median(colds, "ttft_ms")
@@ -141,6 +150,51 @@ def run(prompts: Prompts, threads: int, new_tokens: int) -> dict[str, Any]:
         "second_ttft_cold_ms": second_cold["ttft_ms"],
         "second_ttft_hit_ms": second["ttft_ms"],
         "second_answer": second["text"],
+        **slow,
+    }
+
+
+def _over_a_slow_link(
+    decode: "WorkerProcess", address: str, folder: Path, prompts: Prompts, new_tokens: int
+) -> dict[str, Any]:
+    """The third prompt, half of which is in the store, over a link that takes `LINK_LOAD` times as long for that half
+    as the model for the other one.
+    """
+    prompt = prompts.third
+    shared = decode.do("shared_tokens", one=prompts.first, other=prompt)["tokens"]
+    cold = decode.do("answer", prompt=prompt, way="cold", new_tokens=new_tokens, label="cold")
+    decode.do("connect", address=address, transport="tcp", timeout_s=LINK_TIMEOUT_S)
+    unlimited = [_first_token(decode, prompt, "fetch") for _ in range(LINK_RUNS)]
+    hit_bytes = unlimited[0]["bytes"]
+    if not hit_bytes:
+        raise DemoError("nothing of the third prompt is in the store")
+    link_bytes_s = hit_bytes / (LINK_LOAD * _median(unlimited, "compute_ms") / 1e3)
+    with _slow_link(address, link_bytes_s, folder) as slow_address:
+        decode.do("connect", address=slow_address, transport="tcp", timeout_s=LINK_TIMEOUT_S)
+        fetches: list[dict[str, Any]] = []
+        streams: list[dict[str, Any]] = []
+        for _ in range(LINK_RUNS):
+            fetches.append(_first_token(decode, prompt, "fetch"))
+            streams.append(_first_token(decode, prompt, "stream"))
+        streamed = decode.do("answer", prompt=prompt, way="stream", new_tokens=new_tokens, label="stream")
+        compared = decode.do("compare", one="stream", other="cold")
+    fetch_ms, stream_ms = _median(fetches, "ttft_ms"), _median(streams, "ttft_ms")
+    return {
+        "third_prompt_tokens": streamed["prompt_tokens"],
+        "third_shared_tokens": shared,
+        "third_hit_tokens": streamed["hit_tokens"],
+        "third_bytes_moved": streamed["bytes"],
+        "third_tokens_equal": streamed["tokens"] == cold["tokens"],
+        "third_logprob_max_abs_diff": compared["logprob_max_abs_diff"],
+        "link_bytes_s": link_bytes_s,
+        "link_hiding_bytes_s": link_bytes_s * LINK_LOAD,
+        "ttft_fetch_then_compute_ms": fetch_ms,
+        "ttft_stream_ms": stream_ms,
+        "stream_gain": 1 - stream_ms / fetch_ms,
+        "fetch_transfer_ms": _median(fetches, "transfer_ms"),
+        "fetch_compute_ms": _median(fetches, "compute_ms"),
+        "stream_wait_ms": _median(streams, "transfer_ms"),
+        "stream_compute_ms": _median(streams, "compute_ms"),
     }
 
 
@@ -151,6 +205,7 @@ def check(result: dict[str, Any]) -> list[str]:
     for name, tokens, usable in (
         ("", result["prompt_tokens"], result["prompt_tokens"] - 1),
         ("second_", result["second_prompt_tokens"], result["second_shared_tokens"]),
+        ("third_", result["third_prompt_tokens"], result["third_shared_tokens"]),
     ):
         wanted = usable // block * block
         if result[f"{name}hit_tokens"] != wanted:
@@ -186,7 +241,28 @@ def table(result: dict[str, Any]) -> str:
         f"Prefill worker: {result['prompt_tokens']:,} tokens in {_ms(result['prefill_compute_ms'])}, then "
         f"{result['prefill_stored_blocks']} blocks stored in {_ms(result['prefill_store_ms'])}."
     )
-    largest = f"{result['logprob_max_abs_diff']:.1e}"
+    largest = f"{max(result['logprob_max_abs_diff'], result['third_logprob_max_abs_diff']):.1e}"
+    slow = (
+        f"A third prompt of {result['third_prompt_tokens']:,} tokens, {result['third_hit_tokens']:,} of them in the store, "
+        f"over a link of {result['link_bytes_s'] / 1e6:,.0f} MB/s,"
+    )
+    link_rows = [
+        ("", "all", "waiting", "computing", ""),
+        (
+            "fetch, then compute",
+            _ms(result["ttft_fetch_then_compute_ms"]),
+            _ms(result["fetch_transfer_ms"]),
+            _ms(result["fetch_compute_ms"]),
+            "",
+        ),
+        (
+            "layer stream",
+            _ms(result["ttft_stream_ms"]),
+            _ms(result["stream_wait_ms"]),
+            _ms(result["stream_compute_ms"]),
+            f"{result['stream_gain']:.0%} sooner",
+        ),
+    ]
     tokens = f"{result['new_tokens']} tokens" if result["tokens_equal"] else "NOT the same tokens"
     return "\n".join(
         [
@@ -197,11 +273,17 @@ def table(result: dict[str, Any]) -> str:
             "",
             *(f"  {name:<26}{cold:>10}{hit:>16}   {note}".rstrip() for name, cold, hit, note in rows),
             "",
+            slow,
+            f"half of what would hide the transfer behind computing the rest ({result['link_hiding_bytes_s'] / 1e6:,.0f} MB/s):",
+            "",
+            *(f"  {n:<22}{a:>10}{w:>12}{c:>12}   {note}".rstrip() for n, a, w, c, note in link_rows),
+            "",
             f"Same answer both ways ({tokens}; no log-probability differs by more than {largest}):",
             f"  {result['answer'].strip()}",
             "",
             "Times are from the prompt's text to the first token, after a warm-up of both ways with another prompt of the",
-            f"same length: medians of {COLD_RUNS} cold and {HIT_RUNS} stored runs; the second prompt ran once each way.",
+            f"same length: medians of {COLD_RUNS} cold and {HIT_RUNS} stored runs; the second prompt ran once each way,",
+            f"the third one {LINK_RUNS} times by turns, through a relay that limits the bandwidth.",
         ]
     )
 
@@ -318,6 +400,19 @@ def _server(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
+def _slow_link(address: str, bytes_s: float, folder: Path) -> Iterator[str]:
+    """A relay in front of the server that carries so much; the address to connect to."""
+    log = folder / "relay.log"
+    command = [sys.executable, "-m", "kvstore.testing.relay", address, f"{bytes_s:.0f}"]
+    with log.open("w") as stderr, _child(command, stdout=subprocess.PIPE, stderr=stderr) as process:
+        assert process.stdout is not None
+        slow_address = process.stdout.readline().strip()
+        if not slow_address:
+            raise DemoError(f"the relay ended at its start: {_last_line(log)}")
+        yield slow_address
+
+
+@contextmanager
 def _worker(name: str, folder: Path) -> Iterator[WorkerProcess]:
     log = folder / f"{name.replace(' ', '-')}.log"
     with (
@@ -354,15 +449,21 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def _first_token(decode: WorkerProcess, prompt: str, *, from_store: bool) -> dict[str, Any]:
-    return decode.do("answer", prompt=prompt, from_store=from_store, new_tokens=1, label="timing")
+def _first_token(decode: WorkerProcess, prompt: str, way: str) -> dict[str, Any]:
+    return decode.do("answer", prompt=prompt, way=way, new_tokens=1, label="timing")
 
 
 def _prompts(most: int) -> Prompts:
     text = resources.files("engine_adapters.transformers").joinpath("alice.txt").read_text()
     paragraphs = text.strip().split("\n\n")[:most]
     half = paragraphs[: len(paragraphs) // 2]
-    return Prompts(first=_prompt(paragraphs, QUESTION), second=_prompt(half, SECOND_QUESTION))
+    whole = "\n\n".join(paragraphs)
+    quarter = len(whole) // 4
+    return Prompts(
+        first=_prompt(paragraphs, QUESTION),
+        second=_prompt(half, SECOND_QUESTION),
+        third=_prompt([whole[:quarter], whole[-quarter:]], THIRD_QUESTION),
+    )
 
 
 def _prompt(paragraphs: list[str], question: str) -> str:

@@ -10,7 +10,7 @@ block's K (or V) of one head: block_tokens * head_dim elements, 4 KiB for 16 tok
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ class BlockShape:
     layout: CanonicalLayout
     block_tokens: int
     dtype: torch.dtype
+
+    @property
+    def one_layer(self) -> "BlockShape":
+        """The shape of a layer slice: what a block of a model with one layer has."""
+        return replace(self, layout=replace(self.layout, layers=1))
 
     @property
     def elements(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvstore
-from engine_adapters.transformers.cache import CacheAdapter, namespace_for
+from engine_adapters.transformers.cache import CacheAdapter, LoadResult, namespace_for
 from engine_adapters.transformers.model import MODEL_ID, LoadedModel, load_smollm2
 
 __all__ = ["Answer", "Loaded", "Prefilled", "main"]
@@ -62,8 +62,9 @@ class Answer:
     bytes: int
     ttft_ms: float
     lookup_ms: float
-    transfer_ms: float
+    transfer_ms: float  # that the model waited for: all of it, or with a stream what did not hide behind computing
     unpack_ms: float
+    compute_ms: float  # of the model, up to the first token
     per_token_ms: float  # of the tokens after the first
     tokens: list[int]
     text: str
@@ -75,6 +76,7 @@ class Worker:
 
     progress: Callable[[str], None]
     _loaded: LoadedModel | None = None
+    _client: kvstore.Client | None = None
     _adapter: CacheAdapter | None = None
     _logprobs: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
@@ -96,9 +98,12 @@ class Worker:
             transformers=sys.modules["transformers"].__version__,
         )
 
-    def connect(self, address: str) -> dict[str, Any]:
-        """Connect to the store at "host:port"."""
-        self._adapter = CacheAdapter(kvstore.connect(address, namespace=self._namespace()), self._model)
+    def connect(self, address: str, transport: str = "auto", timeout_s: float = 2.0) -> dict[str, Any]:
+        """Connect to the store at "host:port", from now on in place of any other."""
+        if self._client is not None:
+            self._client.close()
+        self._client = kvstore.connect(address, namespace=self._namespace(), transport=transport, timeout_s=timeout_s)
+        self._adapter = CacheAdapter(self._client, self._model)
         return {}
 
     def warm_up(self, prompt: str) -> dict[str, Any]:
@@ -109,7 +114,7 @@ class Worker:
         self.progress("warming up: storing and loading it")
         self._store.store(tokens, cache)
         fetched = self._store.fetch(tokens)
-        self._generate(tokens, fetched.cache, 2)
+        self._generate(self._step(self._rest(tokens, fetched.cache), fetched.cache), fetched.cache, 2)
         return {"hit_tokens": fetched.hit_tokens}
 
     def prefill(self, prompt: str) -> Prefilled:
@@ -129,23 +134,35 @@ class Worker:
             store_ms=(time.perf_counter() - computed_s) * 1e3,
         )
 
-    def answer(self, prompt: str, from_store: bool, new_tokens: int, label: str) -> Answer:
-        """Answer a prompt greedily, with the store or without. The log-probabilities are kept under `label`."""
-        self.progress(f"answering {'from the store' if from_store else 'cold'}")
+    def answer(self, prompt: str, way: str, new_tokens: int, label: str) -> Answer:
+        """Answer a prompt greedily. The log-probabilities are kept under `label`.
+
+        `way`: "cold" computes all of it; "fetch" computes what the store doesn't have, after the fetch; "stream" does
+        that while the KV arrives layer by layer.
+        """
+        self.progress(f"answering ({way})")
         started_s = time.perf_counter()
         tokens = self._tokens(prompt)
-        fetched = self._store.fetch(tokens) if from_store else None
-        cache = fetched.cache if fetched else DynamicCache(config=self._model.config)
-        new, logprobs, first_s = self._generate(tokens, cache, new_tokens)
+        if way == "stream":
+            store = self._store.prefill(tokens, self._step, plan=False, store=False)
+            cache, logits, waited_s = store.cache, store.output, store.waited_s
+        else:
+            store = self._store.fetch(tokens, plan=False) if way == "fetch" else LoadResult(self._empty_cache(), 0)
+            cache, waited_s = store.cache, store.transfer_s
+            logits = self._step(self._rest(tokens, cache), cache)
+        new, logprobs, first_s = self._generate(logits, cache, new_tokens)
         self._logprobs[label] = logprobs
+        lookup_ms, transfer_ms, unpack_ms = (seconds * 1e3 for seconds in (store.lookup_s, waited_s, store.unpack_s))
+        ttft_ms = (first_s - started_s) * 1e3
         return Answer(
             prompt_tokens=len(tokens),
-            hit_tokens=fetched.hit_tokens if fetched else 0,
-            bytes=fetched.bytes if fetched else 0,
-            ttft_ms=(first_s - started_s) * 1e3,
-            lookup_ms=fetched.lookup_s * 1e3 if fetched else 0.0,
-            transfer_ms=fetched.transfer_s * 1e3 if fetched else 0.0,
-            unpack_ms=fetched.unpack_s * 1e3 if fetched else 0.0,
+            hit_tokens=store.hit_tokens,
+            bytes=store.bytes,
+            ttft_ms=ttft_ms,
+            lookup_ms=lookup_ms,
+            transfer_ms=transfer_ms,
+            unpack_ms=unpack_ms,
+            compute_ms=ttft_ms - lookup_ms - transfer_ms - unpack_ms,
             per_token_ms=(time.perf_counter() - first_s) * 1e3 / max(1, len(new) - 1),
             tokens=new,
             text=cast(str, self._model_and_tokenizer.tokenizer.decode(new, skip_special_tokens=True)),
@@ -198,23 +215,28 @@ class Worker:
         return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
 
     def _prefill(self, tokens: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[DynamicCache, Tensor]:
-        cache = DynamicCache(config=self._model.config)
+        cache = self._empty_cache()
         return cache, self._step(torch.from_numpy(tokens.copy())[None], cache)
 
-    def _generate(
-        self, tokens: np.ndarray[Any, np.dtype[np.int64]], cache: DynamicCache, new_tokens: int
-    ) -> tuple[list[int], Tensor, float]:
-        """The new tokens, the log-probabilities at each [steps, vocabulary], and when the first one was there."""
-        inputs = torch.from_numpy(tokens[cache.get_seq_length() :].copy())[None]
+    def _empty_cache(self) -> DynamicCache:
+        return DynamicCache(config=self._model.config)
+
+    def _rest(self, tokens: np.ndarray[Any, np.dtype[np.int64]], cache: DynamicCache) -> Tensor:
+        """The tokens that the cache doesn't hold, as the model takes them."""
+        return torch.from_numpy(tokens[cache.get_seq_length() :].copy())[None]
+
+    def _generate(self, first: Tensor, cache: DynamicCache, new_tokens: int) -> tuple[list[int], Tensor, float]:
+        """The new tokens, the log-probabilities at each [steps, vocabulary], and when the first one was there.
+
+        `first`: the prompt's logits, whose KV `cache` holds.
+        """
         end = cast(int, self._model.config.eos_token_id)
-        new: list[int] = []
-        logits: list[Tensor] = []
-        first_s = 0.0
+        logits = [first]
+        new = [int(first.argmax())]
+        first_s = time.perf_counter()
         while len(new) < new_tokens and end not in new:
-            logits.append(self._step(inputs, cache))
+            logits.append(self._step(torch.tensor([[new[-1]]]), cache))
             new.append(int(logits[-1].argmax()))
-            first_s = first_s or time.perf_counter()
-            inputs = torch.tensor([[new[-1]]])
         return new, torch.stack(logits).log_softmax(-1), first_s
 
     def _step(self, inputs: Tensor, cache: DynamicCache) -> Tensor:

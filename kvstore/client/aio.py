@@ -79,9 +79,15 @@ class AsyncClient:
         """As `Client.stats`. Not awaitable."""
         return self._client.stats()
 
-    async def lookup(self, keys: BlockKeys) -> Lookup:
+    async def lookup(
+        self, keys: BlockKeys, *, plan: bool = False, prompt_tokens: int | None = None, overlap: bool = True
+    ) -> Lookup:
         """As `Client.lookup`."""
-        return await self._call(self._client.lookup, keys)
+        return await self._call(self._client.lookup, keys, plan=plan, prompt_tokens=prompt_tokens, overlap=overlap)
+
+    def observe_compute(self, tokens: int, seconds: float) -> None:
+        """As `Client.observe_compute`. Not awaitable."""
+        self._client.observe_compute(tokens, seconds)
 
     async def get(self, keys: BlockKeys) -> GetResult:
         """As `Client.get`."""

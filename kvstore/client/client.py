@@ -24,12 +24,13 @@ from numpy.typing import DTypeLike, NDArray
 from kvstore.client.arena import ArenaPool
 from kvstore.client.crew import Crew
 from kvstore.client.nodes import LinkOptions, NodeLinks, agree
+from kvstore.client.planning import Hit, Planner
 from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
 from kvstore.client.staging import Staging
 from kvstore.client.streams import LayerStream, PublishStream, layer_memory
 from kvstore.cluster.membership import Membership, StaticMembership
 from kvstore.cluster.placement import place
-from kvstore.core.errors import KvStoreError, LeaseExpired, ProtocolError, Unavailable, UsageError
+from kvstore.core.errors import DeadlineExceeded, KvStoreError, LeaseExpired, ProtocolError, Unavailable, UsageError
 from kvstore.core.keys import BlockKeys, Extra, KeyScheme, TokenIds, chain_keys
 from kvstore.core.layout import CanonicalLayout
 from kvstore.core.namespace import Namespace
@@ -140,19 +141,50 @@ class Client:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: BlockKeys) -> Lookup:
-        """State of each block, and the longest prefix that can be used. Changes nothing."""
+    def lookup(
+        self, keys: BlockKeys, *, plan: bool = False, prompt_tokens: int | None = None, overlap: bool = True
+    ) -> Lookup:
+        """State of each block, and the longest prefix that can be used. Changes nothing.
+
+        Args:
+            keys: of the n blocks.
+            plan: also say how much of the prefix is worth fetching: by what this client's fetches took lately, and by
+            what was told to `observe_compute`. Before that is known, all of it.
+            prompt_tokens: of the whole prompt, with those that no key stands for; the keys' unless given.
+            overlap: of the plan: whether the engine computes while layers arrive (`layer_stream`), or after the fetch.
+        """
         count = _count(keys)
+        block_tokens = self._namespace.block_tokens
+        if prompt_tokens is None:
+            prompt_tokens = count * block_tokens
+        elif prompt_tokens < count * block_tokens:
+            raise UsageError(f"prompt_tokens={prompt_tokens}: {count} keys stand for {count * block_tokens} of them")
         states = np.zeros(count, dtype=np.uint8)
         layers_ready = np.zeros(count, dtype=np.uint16)
+        tiers = np.zeros(count, dtype=np.uint8)
+        parts: list[Hit] = []
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
             found = link.lookup(keys.array[rows], deadline.left_s())
-            states[rows], layers_ready[rows] = found.states, found.layers_ready
+            states[rows], layers_ready[rows], tiers[rows] = found.states, found.layers_ready, found.tiers
+            parts.append(Hit(link.transport, rows, found.tiers))
 
         self._each_shard(keys, ask)
+        self._planner.note_tiers(keys.array["lo"], tiers)
         hit = leading(states == BlockState.COMMITTED)
-        return Lookup(states, layers_ready, hit, hit * self._namespace.block_tokens)
+        planned = self._planner.plan(parts, hit, prompt_tokens, overlap=overlap) if plan else None
+        return Lookup(states, layers_ready, hit, hit * block_tokens, tiers, planned)
+
+    def observe_compute(self, tokens: int, seconds: float) -> None:
+        """Tell how long the engine took to compute so many tokens of a prompt; `lookup(plan=True)` compares with it.
+
+        An engine that knows its speed tells it once: so many tokens, and the seconds they take.
+        """
+        if tokens < 1 or not 0 < seconds < float("inf"):
+            raise UsageError(
+                f"tokens={tokens}, seconds={seconds}: allowed is 1 or more of the one, above 0 of the other"
+            )
+        self._planner.computing.observe(tokens, seconds)
 
     def get_into(
         self, keys: BlockKeys, into: object, *, offsets: object = None, layers: tuple[int, int] | None = None
@@ -392,6 +424,12 @@ class Client:
         self._closed = threading.Event()
         self._kick = threading.Event()
         self._arenas = ArenaPool()
+        self._planner = Planner(
+            layers=self._namespace.layers,
+            block_bytes=self._namespace.block_bytes,
+            block_tokens=self._namespace.block_tokens,
+            to_device=self._options.device is not None,
+        )
         self._staging = None if self._options.device is None else Staging(self._options.device)
         self._threads: ThreadPoolExecutor | None = None
         self._crew = Crew("kvstore-layers")
@@ -473,10 +511,22 @@ class Client:
         ok = np.zeros(len(keys), dtype=np.bool_)
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
-            if isinstance(target, DeviceBlocks):
-                ok[rows] = self._fetch_to_device(link, keys.array[rows], target.take(rows), layers, size, deadline)
-            else:
-                ok[rows] = link.fetch(keys.array[rows], target.take(rows), layers, deadline.left_s())
+            part = keys.array[rows]
+            to_device = isinstance(target, DeviceBlocks)
+            began_s = time.monotonic()
+            moved = 0
+            try:
+                if isinstance(target, DeviceBlocks):
+                    ok[rows] = self._fetch_to_device(link, part, target.take(rows), layers, size, deadline)
+                else:
+                    ok[rows] = link.fetch(part, target.take(rows), layers, deadline.left_s())
+                moved = int(np.count_nonzero(ok[rows]))
+            except DeadlineExceeded:
+                moved = len(rows)  # all of them would have taken even longer
+                raise
+            finally:
+                took_s = time.monotonic() - began_s
+                self._planner.observe_fetch(link.transport, part["lo"], moved * size, took_s, to_device=to_device)
 
         self._each_shard(keys, ask)
         return Fetched(ok, int(np.count_nonzero(ok)) * size)

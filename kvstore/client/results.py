@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.client.planning import FetchPlan
 from kvstore.core.states import BlockState, PutStatus
 
 Mask = NDArray[np.bool_]
@@ -34,10 +35,23 @@ class Lookup:
     hit_tokens: int
     """The same in tokens."""
 
+    tiers: NDArray[np.uint8]
+    """`Tier` of each committed block, shape (n,)."""
+
+    plan: FetchPlan | None = None
+    """How much of the prefix to fetch, if that was asked for."""
+
     @property
     def hit(self) -> Mask:
         """Which blocks are committed, shape (n,)."""
         return self.states == BlockState.COMMITTED
+
+    @property
+    def started_blocks(self) -> int:
+        """Blocks before the first one that is absent, those that are still being written included: what a
+        `layer_stream` may follow.
+        """
+        return leading(self.states != BlockState.ABSENT)
 
 
 @dataclass(frozen=True, slots=True)

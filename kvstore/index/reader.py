@@ -31,6 +31,7 @@ _RESERVED = int(BlockState.RESERVED)
 _TORN_RETRIES = 8  # an entry is half written for well under a microsecond; after this many looks it reads as a miss
 _MASK64 = (1 << 64) - 1
 _MASK32 = np.uint64(0xFFFFFFFF)
+_SHIFT8 = np.uint64(8)
 _SHIFT16 = np.uint64(16)
 _SHIFT32 = np.uint64(32)
 _SHIFT48 = np.uint64(48)
@@ -56,6 +57,11 @@ class Probe:
     def states(self) -> NDArray[np.uint8]:
         """`BlockState` of each key, shape (n,)."""
         return (self.entries[:, Word.STATUS] & _STATE_MASK).astype(np.uint8)
+
+    @property
+    def tiers(self) -> NDArray[np.uint8]:
+        """`Tier` of each key, shape (n,); DRAM for those that are absent."""
+        return ((self.entries[:, Word.STATUS] & _PLACE_MASK) >> _SHIFT8).astype(np.uint8)
 
     @property
     def layers_ready(self) -> NDArray[np.uint16]:

@@ -283,7 +283,7 @@ class _Connection:
         found = self._index(Deadline(SHARD_TIMEOUT_S)).probe(request.keys)
         rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
         rows["state"] = found.states_in(request.namespace)
-        rows["layers_ready"], rows["size"] = found.layers_ready, found.sizes
+        rows["tier"], rows["layers_ready"], rows["size"] = found.tiers, found.layers_ready, found.sizes
         self._reply(frame, rows.tobytes(), deadline)
 
     def _fetch(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:

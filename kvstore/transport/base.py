@@ -21,10 +21,11 @@ I64 = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """State and watermark of n keys."""
+    """State, watermark and tier of n keys."""
 
     states: U8
     layers_ready: NDArray[np.uint16]
+    tiers: U8
 
 
 @dataclass(frozen=True, slots=True)

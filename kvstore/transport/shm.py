@@ -329,7 +329,7 @@ class SharedMemoryLink:
         self._asked.note(keys)
         states = found.states_in(self._number)
         self.meter.add(lookup_blocks=len(keys), hit_blocks=int(np.count_nonzero(states)))
-        return Lookup(states, found.layers_ready)
+        return Lookup(states, found.layers_ready, found.tiers)
 
     def fetch(self, keys: Keys, into: Blocks | DeviceBlocks, layers: tuple[int, int], timeout_s: float) -> Mask:
         self._require_usable()

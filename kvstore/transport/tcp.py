@@ -132,7 +132,7 @@ class TcpLink:
         ]
         rows = np.concatenate(answers) if answers else np.zeros(0, dtype=LOOKUP_ROW)
         self.meter.add(lookup_blocks=len(keys), hit_blocks=int(np.count_nonzero(rows["state"])))
-        return Lookup(rows["state"].copy(), rows["layers_ready"].copy())
+        return Lookup(rows["state"].copy(), rows["layers_ready"].copy(), rows["tier"].copy())
 
     def fetch(self, keys: Keys, into: Blocks, layers: tuple[int, int], timeout_s: float) -> Mask:
         deadline, wait = Deadline(timeout_s), Deadline(timeout_s * PROMOTION_SHARE)

@@ -22,7 +22,7 @@ KEYS_MAX = 16384
 BY_LAYERS = 1  # flag of a PROMOTE: first the first layers of all blocks; the index tells how far they are
 ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is meant
 
-LOOKUP_ROW = np.dtype([("state", "u1"), ("pad", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
+LOOKUP_ROW = np.dtype([("state", "u1"), ("tier", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
 RESERVE_ROW = np.dtype([("status", "u1"), ("pad", "V3"), ("handle", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
 FETCH_ROW = np.dtype([("found", "u1"), ("pad", "V3"), ("bytes", "<u4")])
 REF = np.dtype([("handle", "<u8"), ("generation", "<u8")])

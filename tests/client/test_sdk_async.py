@@ -49,6 +49,22 @@ def test_keys_and_what_they_are_made_of_are_the_same(client: kvstore.Client, rea
     run(main)
 
 
+def test_a_lookup_plans_by_what_its_client_was_told_and_has_fetched(client: kvstore.Client, reach: Reach) -> None:
+    async def main() -> None:
+        async with reach() as other:
+            keys, data = stored(client, 6)
+            first = (await other.lookup(keys, plan=True)).plan
+            assert first is not None
+            assert (first.action, first.fetch_blocks) == (kvstore.Action.FETCH, 6)
+            await other.get_into(keys, np.empty_like(data))
+            other.observe_compute(1, 1e-12)
+            second = (await other.lookup(keys, plan=True, prompt_tokens=1000, overlap=False)).plan
+            assert second is not None
+            assert (second.action, second.hidden_s) == (kvstore.Action.RECOMPUTE, 0.0)
+
+    run(main)
+
+
 def test_every_call_answers_as_the_synchronous_client_does(client: kvstore.Client, reach: Reach) -> None:
     async def main() -> None:
         async with reach() as other:

@@ -47,7 +47,10 @@ def frames() -> dict[str, bytes]:
     reserve = KeyRequest(namespace=3, keys=KEYS, ttl_ms=30_000, size_bytes=1024)
     answers = {
         "LOOKUP answer": encode(
-            Op.LOOKUP, 4, rows(LOOKUP_ROW, state=[2, 1], layers_ready=[2, 1], size=[1024, 1024]), status=Status.OK
+            Op.LOOKUP,
+            4,
+            rows(LOOKUP_ROW, state=[2, 2], tier=[0, 1], layers_ready=[2, 1], size=[1024, 1024]),
+            status=Status.OK,
         ),
         "RESERVE answer": encode(
             Op.RESERVE, 5, rows(RESERVE_ROW, status=[0, 1], handle=[7, 0], generation=[9, 0], offset=[4096, 0])

@@ -229,11 +229,12 @@ class Shard:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def lookup(self, request: KeyRequest) -> Rows:
-        """State, watermark and size of each key: `LOOKUP_ROW`, shape (n,). Changes nothing."""
+        """State, tier, watermark and size of each key: `LOOKUP_ROW`, shape (n,). Changes nothing."""
         self._check_namespace(request.namespace)
         found = self._reader.probe(request.keys)
         rows = np.zeros(len(request.keys), dtype=LOOKUP_ROW)
         rows["state"] = found.states
+        rows["tier"] = found.tiers
         rows["layers_ready"] = found.layers_ready
         rows["size"] = found.sizes
         return rows

@@ -23,6 +23,10 @@ GOOD = {
     "second_shared_tokens": 520,
     "second_hit_tokens": 512,
     "second_tokens_equal": True,
+    "third_prompt_tokens": 500,
+    "third_shared_tokens": 250,
+    "third_hit_tokens": 240,
+    "third_tokens_equal": True,
 }
 
 
@@ -40,8 +44,15 @@ def test_a_prompt_prefilled_in_one_process_is_answered_alike_in_another(
     assert result["hit_tokens"] == (result["prompt_tokens"] - 1) // 16 * 16 > 256
     assert result["second_hit_tokens"] == result["second_shared_tokens"] // 16 * 16 < result["hit_tokens"]
     assert result["bytes_moved"] == result["hit_tokens"] // 16 * result["block_bytes"]
+    assert result["third_tokens_equal"]
+    assert result["third_logprob_max_abs_diff"] < 1e-4
+    assert result["third_hit_tokens"] == result["third_shared_tokens"] // 16 * 16 > 0
+    assert result["third_bytes_moved"] == result["third_hit_tokens"] // 16 * result["block_bytes"]
+    assert result["link_bytes_s"] * 2 == pytest.approx(result["link_hiding_bytes_s"])
+    assert result["fetch_transfer_ms"] >= result["third_bytes_moved"] / result["link_bytes_s"] * 1e3 * 0.95
     shown = capsys.readouterr().out
     assert "times faster" in shown
+    assert "layer stream" in shown
     assert result["answer"].strip() in shown
 
 
@@ -55,6 +66,11 @@ def test_a_result_as_promised_has_no_problems() -> None:
         ({"tokens_equal": False}, "tokens_equal is false: the answer from the store differs from the cold one"),
         ({"hit_tokens": 1008}, "hit_tokens is 1008 of 1025: expected 1024"),
         ({"second_hit_tokens": 528}, "second_hit_tokens is 528 of 600: expected 512"),
+        (
+            {"third_tokens_equal": False},
+            "third_tokens_equal is false: the answer from the store differs from the cold one",
+        ),
+        ({"third_hit_tokens": 0}, "third_hit_tokens is 0 of 500: expected 240"),
     ],
 )
 def test_a_broken_promise_is_one_line(change: dict[str, object], line: str) -> None:
