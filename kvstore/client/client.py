@@ -291,12 +291,21 @@ class Client:
             for _, source in parts:
                 source.close()
             raise
+        size = wanted.layers * wanted.size
+
+        def complete(number: int, seconds: float, waited: bool) -> None:
+            rows, transport = parts[number][0], links[number].transport
+            self._planner.observe_fetch(
+                transport, keys.array["lo"][rows], len(rows) * size, seconds, to_device=False, waited=waited
+            )
+
         stream = LayerStream(
             parts,
             chosen,
             count,
             timeout_s=self._options.timeout_s,
             lost=lambda number: self._drop(links[number]),
+            complete=complete,
             crew=self._crew,
         )
         self._views.add(stream)

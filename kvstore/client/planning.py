@@ -295,20 +295,25 @@ class Planner:
 
     def note_tiers(self, keys: U64, tiers: U8) -> None:
         """What a lookup said; `keys` are the low words of the block keys, shape (n,)."""
-        cold = keys[tiers == Tier.DISK]
+        cold = keys[tiers != Tier.DRAM]  # what is on its way comes as slowly
         with self._lock:
             if len(cold) or len(self._cold):
                 self._cold = np.concatenate([self._cold[~np.isin(self._cold, keys)], cold])[-COLD_MAX:]
 
-    def observe_fetch(self, transport: str, keys: U64, size_bytes: int, seconds: float, *, to_device: bool) -> None:
+    def observe_fetch(
+        self, transport: str, keys: U64, size_bytes: int, seconds: float, *, to_device: bool, waited: bool = False
+    ) -> None:
         """Blocks came, or did not come in time, over one link. They count for the tier in which the last lookup saw
         them; if that was not the same for all, the sample says nothing about either.
+
+        `waited`: there was nothing to fetch for a while. Where that was not for the SSD it was for a writer, and says
+        nothing about the link.
         """
         with self._lock:
             cold = int(np.count_nonzero(np.isin(keys, self._cold))) if len(self._cold) else 0
             if cold:
                 self._cold = self._cold[~np.isin(self._cold, keys)]
-        if cold in (0, len(keys)):
+        if cold == len(keys) or not (cold or waited):
             tier = Tier.DISK if cold else Tier.DRAM
             self.transfers.observe(Route(transport, tier, to_device), size_bytes, seconds)
 
@@ -324,8 +329,8 @@ class Planner:
         links_s: list[F64] = []
         for hit in hits:
             link_s = np.zeros(blocks + 1)
-            for tier in Tier:
-                rows = hit.rows[hit.tiers == tier]
+            for tier in (Tier.DRAM, Tier.DISK):
+                rows = hit.rows[(hit.tiers != Tier.DRAM) == (tier != Tier.DRAM)]
                 rows = rows[rows < blocks]
                 if not len(rows):
                     continue

@@ -122,8 +122,22 @@ class LayerStream:
         *,
         timeout_s: float,
         lost: Callable[[int], None],
+        complete: Callable[[int, float, bool], None],
         crew: Crew,
     ) -> None:
+        """Begin.
+
+        Args:
+            parts: each shard's rows of the blocks, and what brings them.
+            layers: half-open range, as numbered in the block.
+            count: of blocks.
+            timeout_s: for each step, and for each wait unless that says otherwise.
+            lost: called when a shard failed; with the number of the part.
+            complete: called when a part has all its blocks: its number, seconds, whether something was awaited.
+            crew: runs the steps that nobody waits for.
+        """
+        self._began_s = time.monotonic()
+        self._complete = complete
         self._parts = [_Part(number, rows, source) for number, (rows, source) in enumerate(parts)]
         self._first, self._end = layers
         self._count = count
@@ -138,7 +152,8 @@ class LayerStream:
         self._left_s = 0.0  # when it last returned from a wait
         self.arrived_s: list[float] = []  # time.monotonic of each layer that is settled
         self._collects = False  # the caller has not computed between its last two waits
-        self._note()
+        for part in self._parts:
+            self._note(part)
         crew.run(self._run)
 
     @property
@@ -280,8 +295,9 @@ class LayerStream:
                     self._lost(part.number)
                 moved = True
             if moved:
-                self._note()
+                self._note(part)
                 return True
+            part.waited = True
         return False
 
     def _movable(self, timeout_s: float) -> list[_Part]:
@@ -301,9 +317,11 @@ class LayerStream:
         movable = [part for part in open_parts if part not in idle]
         return movable or open_parts  # nobody in time: the first one will say so
 
-    def _note(self) -> None:
-        """Say which layers are settled."""
+    def _note(self, part: _Part) -> None:
+        """Say which layers are settled, now that a part has moved."""
         layers = self._end - self._first
+        if part.source.settled == layers and not part.over and (part.source.arrived == layers).all():
+            self._complete(part.number, time.monotonic() - self._began_s, part.waited)
         done = min((part.source.settled for part in self._parts if not part.over), default=layers)
         if done <= self._done:
             return
@@ -319,6 +337,7 @@ class _Part:
     rows: I64
     source: LayerSource
     over: bool = False  # the shard was lost
+    waited: bool = False  # for a writer, or for the SSD
 
 
 class PublishStream:

@@ -1,6 +1,6 @@
 """Plans over a real server: by the tier of its blocks, and over a link whose bandwidth is limited."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -43,7 +43,17 @@ def fetch(client: kvstore.Client, keys: kvstore.BlockKeys) -> None:
     assert np.array_equal(into, content(keys, NAMESPACE))
 
 
-def test_a_slow_link_makes_it_decline_and_a_fast_one_fetch(relay: Relay, client: kvstore.Client) -> None:
+def stream(client: kvstore.Client, keys: kvstore.BlockKeys) -> None:
+    into = np.empty((len(keys), NAMESPACE.block_bytes), dtype=np.uint8)
+    with client.layer_stream(keys, into) as layers:
+        assert layers.wait(NAMESPACE.layers - 1).all()
+    assert np.array_equal(into, content(keys, NAMESPACE))
+
+
+@pytest.mark.parametrize("fetch", [fetch, stream])
+def test_a_slow_link_makes_it_decline_and_a_fast_one_fetch(
+    relay: Relay, client: kvstore.Client, fetch: Callable[[kvstore.Client, kvstore.BlockKeys], None]
+) -> None:
     keys, _ = stored(client, BLOCKS)
     assert planned(client, keys).action == Action.FETCH  # nothing is known yet
     client.observe_compute(BLOCKS * BLOCK_TOKENS, 0.5)
@@ -90,6 +100,22 @@ def test_what_a_relay_carries_takes_as_long_as_its_limit_says(relay: Relay, clie
     client.get_into(keys, np.empty((BLOCKS, NAMESPACE.block_bytes), dtype=np.uint8))
     client.observe_compute(1, 1.0)
     assert planned(client, keys).fetch_s >= BLOCKS * NAMESPACE.block_bytes / (16 * MIB) * 0.95
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stream_that_waited_for_its_writer_says_nothing_about_the_link(store: ServerProcess, transport: str) -> None:
+    with kvstore.connect(store.address, namespace=NAMESPACE, transport=transport, timeout_s=TIMEOUT_S) as client:
+        keys = fresh_keys(client, 2)
+        data = content(keys, NAMESPACE).reshape(2, NAMESPACE.layers, -1)
+        with client.publish_stream(keys) as writing, client.layer_stream(keys, np.empty_like(data)) as reading:
+            for layer in range(NAMESPACE.layers):
+                assert not reading.ready(layer)
+                until(lambda: reading._parts[0].waited, what="the wait")  # pyright: ignore[reportPrivateUsage]
+                writing.write(layer, data[:, layer].copy())
+            assert writing.commit().stored == 2
+            assert reading.wait(NAMESPACE.layers - 1).all()
+        client.observe_compute(1000, 1.0)
+        assert "nothing has come" in planned(client, keys).why
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
