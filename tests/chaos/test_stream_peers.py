@@ -341,6 +341,42 @@ def test_callers_of_a_hurt_peer_lose_the_deadline_at_most_those_of_another_nothi
     )
 
 
+@pytest.fixture(params=[0, 1], ids=["named first", "named second"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[list[ServerProcess], int]]:
+    """Two nodes that make the same keys, and which of them is to be frozen."""
+    with ServerProcess(dram="16MiB", key_seed=7) as first, ServerProcess(dram="16MiB", key_seed=7) as second:
+        yield [first, second], request.param
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_call_over_two_nodes_loses_what_the_frozen_one_has_and_nothing_else(
+    pair: tuple[list[ServerProcess], int], transport: str
+) -> None:
+    nodes, victim = pair
+    with ExitStack() as stack:
+
+        def connect(*servers: ServerProcess) -> kvstore.Client:
+            addresses = [server.address for server in servers]
+            client = kvstore.connect(addresses, namespace=SPACE, transport=transport, timeout_s=TIMEOUT_S)
+            return stack.enter_context(client)
+
+        getter, putter, healthy = connect(*nodes), connect(*nodes), connect(nodes[1 - victim])
+        stored, fresh = keys_of(getter, 1, 32), keys_of(getter, 2, 32)
+        for keys in (stored, fresh):
+            assert putter.put(keys, content(keys, SPACE)).stored == 32
+        kept, theirs = (healthy.lookup(keys).states > 0 for keys in (stored, fresh))
+        assert 0 < kept.sum() < 32
+        assert putter.delete(fresh) == 32
+        into = np.zeros((32, SPACE.block_bytes), dtype=np.uint8)
+        with frozen(nodes[victim]):
+            ok = getter.get_into(stored, into).ok
+            statuses = putter.put(fresh, content(fresh, SPACE)).statuses
+        assert ok[kept].all()
+        np.testing.assert_array_equal(into[ok], content(stored, SPACE)[ok])
+        assert (statuses == np.where(theirs, kvstore.PutStatus.STORED, kvstore.PutStatus.FAILED)).all()
+
+
 def one_round(
     peer: ServerProcess,
     hurt: Callable[[ServerProcess], AbstractContextManager[None]],
