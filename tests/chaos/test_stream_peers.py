@@ -101,6 +101,11 @@ class Caller:
     def keys(self, prompt: int) -> kvstore.BlockKeys:
         return keys_of(self.client, prompt, BLOCKS)
 
+    def fail(self, what: str) -> None:
+        """Note that a call brought less than it must, and how long the last ones took."""
+        last = ", ".join(f"{call.name} {call.ended_s - call.began_s:.3f} s" for call in self.calls[-6:])
+        self.errors.append(f"{what}, at {time.monotonic():.3f}, after {last}")
+
     def get_into(self, prompt: int) -> NDArray[np.bool_]:
         keys, into = self.keys(prompt), self._fresh()
         expected = _layers(content(keys, SPACE))
@@ -204,12 +209,12 @@ def rely(caller: Caller) -> None:
     """What callers of the healthy node do: here every call must succeed."""
     prompt = int(caller.random.integers(4))
     if not caller.get_into(prompt).all():
-        caller.errors.append("a get from the healthy node missed")
+        caller.fail("a get from the healthy node missed")
     if not caller.stream(prompt, give_up=0).all():
-        caller.errors.append("a stream from the healthy node missed")
+        caller.fail("a stream from the healthy node missed")
     caller.delete(9)
     if caller.put(9) != BLOCKS:
-        caller.errors.append("a put to the healthy node failed")
+        caller.fail("a put to the healthy node failed")
 
 
 # --- what is done to the peer -----------------------------------------------------------------------------------------
@@ -310,10 +315,13 @@ def test_callers_of_a_hurt_peer_lose_the_deadline_at_most_those_of_another_nothi
             client = kvstore.connect(server.address, namespace=SPACE, transport=transport, timeout_s=TIMEOUT_S)
             return stack.enter_context(client)
 
+        for server in (peer, healthy):
+            server.wait_warm()  # else pages are made while the first calls are timed
         suspicious, relied_on = connect(peer), connect(healthy)
         for prompt in range(4):
             keys = keys_of(relied_on, prompt, BLOCKS)
-            assert relied_on.put(keys, content(keys, SPACE)).stored == BLOCKS
+            blocks = content(keys, SPACE)
+            until(lambda keys=keys, blocks=blocks: relied_on.put(keys, blocks).present == BLOCKS, what="a put")
         for number in range(ROUNDS):
             name = list(HURTS)[number % len(HURTS)]
             seed = SEED + number
@@ -410,7 +418,7 @@ def at_work(callers: Sequence[Caller]) -> bool:
 def judge(what: str, callers: Sequence[Caller], late: Sequence[tuple[float, float]]) -> None:
     """No error, no wrong byte, and no call longer than it may be."""
     for caller in callers:
-        assert caller.errors == [], what
+        assert caller.errors[:3] == [], what
         assert caller.wrong == 0, what
         for call in caller.calls:
             allowed_s = OVER_S + machine_s(call, late)
