@@ -33,6 +33,7 @@ SPACE = namespace(16 << 10)
 ROUNDS = int(os.environ.get("KVSTORE_TEST_PEER_ROUNDS", "7"))
 SEED = int(os.environ.get("KVSTORE_TEST_PEER_SEED", "0"))
 TIMEOUT_S = 0.5
+HEALTHY_TIMEOUT_S = 10.0  # there every call must succeed, however busy the machine is; what they took is logged
 OVER_S = 0.1  # what a call may take beyond its deadline, the machine's own delays apart
 TTL_S = 0.2  # of the hold of a stream: over before a frozen peer is thawed
 RECOVERY_S = 30.0
@@ -53,11 +54,12 @@ class Call:
     name: str
     began_s: float
     ended_s: float
+    timeout_s: float
 
     @property
     def over_s(self) -> float:
         """Seconds beyond the deadline; negative when it was in time."""
-        return self.ended_s - self.began_s - TIMEOUT_S
+        return self.ended_s - self.began_s - self.timeout_s
 
 
 class Course:
@@ -96,7 +98,7 @@ class Caller:
         try:
             return call()
         finally:
-            self.calls.append(Call(name, began_s, time.monotonic()))
+            self.calls.append(Call(name, began_s, time.monotonic(), self.client.timeout_s))
 
     def keys(self, prompt: int) -> kvstore.BlockKeys:
         return keys_of(self.client, prompt, BLOCKS)
@@ -295,7 +297,7 @@ class Sum:
             for call in caller.calls:
                 if call.over_s > self.over_s:
                     self.over_s, self.longest = call.over_s, f"{call.name} when {hurt}, seed {seed}"
-        self.healthy_s = max(self.healthy_s, *(call.over_s + TIMEOUT_S for call in healthy.calls))
+        self.healthy_s = max(self.healthy_s, *(call.ended_s - call.began_s for call in healthy.calls))
 
 
 @pytest.mark.slow
@@ -311,13 +313,13 @@ def test_callers_of_a_hurt_peer_lose_the_deadline_at_most_those_of_another_nothi
         metronome = stack.enter_context(Puppet("metronome"))
         assert metronome.hear() == "ticking"
 
-        def connect(server: ServerProcess) -> kvstore.Client:
-            client = kvstore.connect(server.address, namespace=SPACE, transport=transport, timeout_s=TIMEOUT_S)
+        def connect(server: ServerProcess, timeout_s: float) -> kvstore.Client:
+            client = kvstore.connect(server.address, namespace=SPACE, transport=transport, timeout_s=timeout_s)
             return stack.enter_context(client)
 
         for server in (peer, healthy):
             server.wait_warm()  # else pages are made while the first calls are timed
-        suspicious, relied_on = connect(peer), connect(healthy)
+        suspicious, relied_on = connect(peer, TIMEOUT_S), connect(healthy, HEALTHY_TIMEOUT_S)
         for prompt in range(4):
             keys = keys_of(relied_on, prompt, BLOCKS)
             blocks = content(keys, SPACE)
