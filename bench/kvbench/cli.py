@@ -10,8 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvbench import disk, index, replay, report, restart, scale, transfer
+from kvbench import disk, index, layers, overlap, replay, report, restart, scale, transfer
 from kvbench.errors import BenchError
+from kvbench.overlap import Compute, LayersPlan
 from kvbench.plan import (
     ALL_OPS,
     ALL_SIZES,
@@ -27,7 +28,7 @@ from kvbench.plan import (
     crossed_cases,
     default_cases,
 )
-from kvbench.plot import plot_disk, plot_index, plot_replay, plot_scale, plot_transfer, require_plot
+from kvbench.plot import plot_disk, plot_index, plot_layers, plot_replay, plot_scale, plot_transfer, require_plot
 from kvbench.progress import progress
 from kvbench.trace import read_trace
 from kvstore.core.errors import KvStoreError, UsageError
@@ -141,6 +142,34 @@ examples:
   kvbench replay --trace mooncake_conversation_trace.jsonl --json replay.json
   kvbench replay --trace mooncake_synthetic_trace.jsonl --capacity-fraction 0.1 --policy lru s3fifo reuse
   kvbench replay --trace mooncake_synthetic_trace.jsonl --capacity-blocks 2000,4000 --disk 256MiB
+"""
+
+_LAYERS_DESCRIPTION = """\
+Does a layer stream hide the transfer of cached KV behind the compute, and what does it cost itself?
+
+A consumer waits for each layer and then computes for a while: it sleeps, as a GPU's host would, or multiplies
+matrices on one thread (float32, weights that stay in its cache, as many rows as take the wanted time). In
+each round, in changing order, the same is measured without transfer and without compute; from the layers'
+own times of these two the recursion A(l) = A(l-1) + T_KV(l), F(l) = max(F(l-1), A(l)) + T_F(l) predicts
+the total. Rows have the medians over rounds. A ratio is a layer's transfer over its compute, as measured.
+
+The recursion takes for granted that the two don't hold each other up. A sleep doesn't. A matmul does where
+there are fewer free cores than the two need: one and the copying thread over shared memory, and over tcp the
+server's, too. Then its total is above the prediction, which is the machine's doing and is shown, not hidden.
+
+throughput   a whole stream, each layer waited for in turn, in alternation with one get_into of the same blocks
+cpu          what a layer costs the client's processor with 16 and with 512 blocks of 256KiB altogether: a stream
+             of all layers less one of a single layer. Growth: of what is left without the bytes' own cost
+
+Every byte of each layer is compared once at the moment when wait says that it is there; in timed runs, after
+them, each page's stamp. Model of the pipelines: 8 KV heads of 128, fp16, blocks of 16 tokens.
+"""
+
+_LAYERS_EXAMPLES = """\
+examples:
+  kvbench layers --json layers.json --plot layers.png    20 ratios with sleep, 5 with matmul, in about a minute
+  kvbench layers --compute sleep --transport shm --ratios 0.5,0.9,2 --rounds 20
+  kvbench layers --layers 80 --layer-ms 3
 """
 
 ValueT = TypeVar("ValueT")
@@ -281,6 +310,30 @@ def _run_replay(options: argparse.Namespace) -> int:
     return _verdict(options, checked=value["checked"])
 
 
+def _run_layers(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    plan = LayersPlan(
+        computes=options.compute,
+        transports=options.transport,
+        ratios=options.ratios,
+        layers=options.layers,
+        layer_ms=options.layer_ms,
+        rounds=options.rounds,
+        footprint_bytes=options.footprint,
+        seconds=options.seconds,
+        seed=options.seed,
+    )
+    with progress(plan.steps) as shown:
+        result = layers.run_layers(plan, note=shown.note, step=shown.step)
+    report.print_layers(result)
+    value = report.layers_json(result, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_layers(plot_path, result)
+    return _verdict(options, checked=value["checked"])
+
+
 def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
     given = (options.ops, options.transport, options.sizes, options.batch)
     if all(flag is None for flag in given):
@@ -338,6 +391,7 @@ def _parser() -> argparse.ArgumentParser:
         ("transfer", "how fast blocks move", _TRANSFER_DESCRIPTION, _TRANSFER_EXAMPLES, _add_transfer_flags),
         ("index", "how fast keys are found", _INDEX_DESCRIPTION, _INDEX_EXAMPLES, _add_index_flags),
         ("disk", "how fast blocks reach the SSD and come back", _DISK_DESCRIPTION, _DISK_EXAMPLES, _add_disk_flags),
+        ("layers", "what layer streams hide", _LAYERS_DESCRIPTION, _LAYERS_EXAMPLES, _add_layers_flags),
         ("scale", "what a block costs the server", _SCALE_DESCRIPTION, _SCALE_EXAMPLES, _add_scale_flags),
         ("replay", "what a cache is worth on a trace", _REPLAY_DESCRIPTION, _REPLAY_EXAMPLES, _add_replay_flags),
     ):
@@ -444,6 +498,60 @@ def _add_disk_flags(parser: argparse.ArgumentParser) -> None:
         help="instead: kill a server with N blocks of 4KiB on its SSD, and time its restart",
     )
     _add_seconds(parser, disk.DEFAULT_SECONDS)
+    _add_common(parser)
+
+
+def _add_layers_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_layers)
+    parser.add_argument(
+        "--compute",
+        type=_list(_word(Compute)),
+        default=tuple(Compute),
+        metavar="C,...",
+        help=f"of {', '.join(Compute)} (default: both)",
+    )
+    parser.add_argument(
+        "--transport",
+        type=_list(_word(Transport)),
+        default=ALL_TRANSPORTS,
+        metavar="T,...",
+        help=f"of {', '.join(ALL_TRANSPORTS)} (default: all)",
+    )
+    parser.add_argument(
+        "--ratios",
+        type=_list(_number),
+        metavar="R,...",
+        help="of a layer's transfer to its compute (default: 20 from 0.1 to 4 with sleep, every fourth with matmul)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_positive,
+        default=overlap.DEFAULT_LAYERS,
+        metavar="N",
+        help="of a pipeline (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--layer-ms",
+        type=_number,
+        default=overlap.DEFAULT_LAYER_MS,
+        metavar="MS",
+        help="geometric mean of a layer's transfer and its compute: the blocks follow from it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=_positive,
+        default=overlap.DEFAULT_ROUNDS,
+        metavar="N",
+        help="of each pipeline (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--footprint",
+        type=_size,
+        default=overlap.DEFAULT_FOOTPRINT_BYTES,
+        metavar="SIZE",
+        help=f"bytes of a whole stream (default: {format_size(overlap.DEFAULT_FOOTPRINT_BYTES)})",
+    )
+    _add_seconds(parser, overlap.DEFAULT_SECONDS)
     _add_common(parser)
 
 
@@ -566,6 +674,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number from 1")
     return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as cause:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a number above 0") from cause
 
 
 def _fraction(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kvbench.disk import DiskRow
 from kvbench.index import IndexResult
+from kvbench.layers import LayersResult
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
 from kvbench.scale import ScaleResult
@@ -130,6 +131,31 @@ def plot_replay(path: Path, rows: Sequence[ReplayRow]) -> None:
     panel.set_title(f"kvbench replay: {rows[0].trace}")
     panel.grid(visible=True, alpha=0.3)
     panel.legend()
+    _save(plt, figure, path)
+
+
+def plot_layers(path: Path, result: LayersResult) -> None:
+    """Total over compute by ratio, a panel a transport, one line a kind of compute and its prediction dashed."""
+    plt = _pyplot()
+    transports = list(dict.fromkeys(row.transport for row in result.pipelines))
+    figure, panels = plt.subplots(1, len(transports), figsize=(6.5 * len(transports), 4.8), sharey=True, squeeze=False)
+    for panel, transport in zip(panels[0], transports, strict=True):
+        mine = [row for row in result.pipelines if row.transport == transport]
+        for number, compute in enumerate(dict.fromkeys(row.compute for row in mine)):
+            line = sorted((row for row in mine if row.compute == compute), key=lambda row: row.ratio)
+            at, colour = [row.ratio for row in line], f"C{number}"
+            panel.plot(at, [row.total_ms / row.compute_ms for row in line], "o-", color=colour, label=compute)
+            predicted = [row.predicted_ms / row.compute_ms for row in line]
+            panel.plot(at, predicted, "--", color=colour, alpha=0.5, label=f"{compute}, predicted")
+            apart = [1 + row.transfer_ms / row.compute_ms for row in line]
+            panel.plot(at, apart, ":", color=colour, alpha=0.5, label=f"{compute}, one after the other")
+        panel.set_xscale("log")
+        panel.set_xlabel("transfer over compute")
+        panel.set_title(transport)
+        panel.grid(visible=True, alpha=0.3)
+        panel.legend(fontsize=8)
+    panels[0][0].set_ylabel("total over compute")
+    figure.suptitle("kvbench layers: content checked, transfer and compute measured apart in the same rounds")
     _save(plt, figure, path)
 
 

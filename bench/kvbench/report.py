@@ -24,6 +24,7 @@ import numpy as np
 
 from kvbench.disk import DiskRow
 from kvbench.index import IndexResult, IndexRow
+from kvbench.layers import CpuRow, LayersResult, PipelineRow, ThroughputRow
 from kvbench.memory import memory_bytes
 from kvbench.plan import Op
 from kvbench.replay import ReplayRow
@@ -34,6 +35,7 @@ from kvstore.core.errors import UsageError
 from kvstore.core.sizes import format_size
 
 _ABSENT = "-"
+HIDDEN_RATIO = 0.9  # of transfer to compute, up to which a stream should hide all but its first layer
 
 
 def transfer_json(rows: Sequence[TransferRow], arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
@@ -102,6 +104,24 @@ def replay_json(rows: Sequence[ReplayRow], arguments: Mapping[str, object], *, s
             "read_limit_p50_us": "one numpy.copyto of as many bytes as each read",
         },
         "rows": [asdict(row) for row in rows],
+    }
+
+
+def layers_json(result: LayersResult, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a run over layer streams."""
+    rows = [*result.pipelines, *result.throughputs, *result.cpu]
+    return {
+        **envelope("kvbench layers", arguments, seed, checked=bool(rows) and all(row.checked for row in rows)),
+        "limits": {
+            "predicted_ms": "F(l) = max(F(l-1), A(l)) + T_F(l), A(l) = A(l-1) + T_KV(l), from the transfers and the "
+            "computes that each round has measured apart",
+            "get_into_gib_s": "one get_into of the same blocks, in alternation",
+            "bytes_us_per_layer": "one numpy.copyto of as many bytes, or their way through a plain socket and one "
+            "xxh3-64 of them",
+        },
+        "rows": [asdict(row) for row in result.pipelines],
+        "throughput": [asdict(row) for row in result.throughputs],
+        "cpu": [asdict(row) for row in result.cpu],
     }
 
 
@@ -174,6 +194,46 @@ def print_replay(rows: Sequence[ReplayRow]) -> None:
     print_table(head, [_replay_cells(row) for row in rows])
     for line in replay_headlines(rows):
         print(line)
+
+
+def print_layers(result: LayersResult) -> None:
+    """Print the tables, then the headline numbers."""
+    head = ("model", "tokens", "blocks", "transport", "get_into GiB/s", "stream GiB/s", "of get_into", "content")
+    print_table(head, [_throughput_cells(row) for row in result.throughputs])
+    head = ("transport", "blocks", "CPU us a layer", "of it bytes", "growth", "content")
+    print_table(head, [_cpu_cells(row) for row in result.cpu])
+    head = (
+        "compute",
+        "transport",
+        "ratio",
+        "layers",
+        "total ms",
+        "compute ms",
+        "transfer ms",
+        "exposed ms",
+        "predicted ms",
+        "of predicted",
+        "content",
+    )
+    print_table(head, [_pipeline_cells(row) for row in result.pipelines])
+    for line in layers_headlines(result):
+        print(line)
+
+
+def layers_headlines(result: LayersResult) -> list[str]:
+    """What to remember of each kind of pipeline: how far it is from the recursion, and what it leaves exposed."""
+    lines: list[str] = []
+    for kind in dict.fromkeys((row.transport, row.compute) for row in result.pipelines):
+        rows = [row for row in result.pipelines if (row.transport, row.compute) == kind]
+        apart = [abs(row.total_ms / row.predicted_ms - 1) for row in rows]
+        line = (
+            f"{' '.join(kind)}: {max(apart):.1%} from the recursion at most, {sorted(apart)[len(rows) // 2]:.1%} median"
+        )
+        hidden = [(row.exposed_ms - row.first_layer_ms) / row.transfer_ms for row in rows if row.ratio <= HIDDEN_RATIO]
+        if hidden:
+            line += f"; at ratios up to {HIDDEN_RATIO} the first layer and {max(hidden):.1%} of the transfer exposed at most"
+        lines.append(line)
+    return lines
 
 
 def disk_headlines(rows: Sequence[DiskRow]) -> list[str]:
@@ -348,6 +408,46 @@ def _memory_cells(row: MemoryRow) -> tuple[str, ...]:
         f"{row.blocks:,}",
         f"{row.bytes_per_block:.0f}",
         f"{row.put_us_per_block:.1f}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _pipeline_cells(row: PipelineRow) -> tuple[str, ...]:
+    return (
+        row.compute,
+        row.transport,
+        f"{row.ratio:.2f}",
+        str(row.layers),
+        f"{row.total_ms:.1f}",
+        f"{row.compute_ms:.1f}",
+        f"{row.transfer_ms:.1f}",
+        f"{row.exposed_ms:.1f}",
+        f"{row.predicted_ms:.1f}",
+        f"{row.total_ms / row.predicted_ms:.3f}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _throughput_cells(row: ThroughputRow) -> tuple[str, ...]:
+    return (
+        row.shape,
+        str(row.block_tokens),
+        f"{row.blocks:,}",
+        row.transport,
+        f"{row.get_into_gib_s:.2f}",
+        f"{row.stream_gib_s:.2f}",
+        f"{row.ratio:.2f}",
+        "checked" if row.checked else "WRONG",
+    )
+
+
+def _cpu_cells(row: CpuRow) -> tuple[str, ...]:
+    return (
+        row.transport,
+        " to ".join(map(str, row.blocks)),
+        " to ".join(f"{us:.0f}" for us in row.cpu_us_per_layer),
+        f"{row.bytes_us_per_layer:.0f}",
+        f"{row.growth:.2f}",
         "checked" if row.checked else "WRONG",
     )
 

@@ -579,8 +579,9 @@ class Client:
         deadline = Deadline(self._options.timeout_s)
         parts = self._route(keys)
         if len(parts) == 1 or all(link.transport == "shm" for _, _, link, _ in parts):
-            for part in parts:
-                self._guarded(part, ask, deadline)
+            for waiting, part in zip(range(len(parts), 0, -1), parts, strict=True):
+                # A shard that stands still leaves the others their share of the time.
+                self._guarded(part, ask, Deadline(deadline.left_s() / waiting))
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="kvstore")

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 import kvstore
@@ -16,6 +17,8 @@ from kvstore.wire.messages import KeyRequest
 from tests.chaos.blocks import SMALL, content, has_all, keys_of
 
 TIMEOUT_S = 10.0
+TICK_S = 0.005
+LATE_S = 0.005
 
 
 def say(value: object) -> None:
@@ -136,7 +139,36 @@ def forker(address: str, transport: str) -> None:
         os.wait()
 
 
-ROLES = {"writer": writer, "viewer": viewer, "crowd": crowd, "parent": parent, "forker": forker}
+def metronome() -> None:
+    """Sleep for a moment again and again; when told, say when and by how much the machine woke us up too late."""
+    late: list[tuple[float, float]] = []
+
+    def tick() -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s += TICK_S
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            now_s = time.monotonic()
+            if now_s - due_s > LATE_S:
+                late.append((due_s, now_s))
+                due_s = now_s
+
+    threading.Thread(target=tick, daemon=True).start()
+    say("ticking")
+    while wait():
+        told = len(late)
+        say(late[:told])
+        del late[:told]
+
+
+ROLES = {
+    "writer": writer,
+    "viewer": viewer,
+    "crowd": crowd,
+    "parent": parent,
+    "forker": forker,
+    "metronome": metronome,
+}
 
 if __name__ == "__main__":
     ROLES[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -2,6 +2,7 @@
 
 from kvbench.disk import DiskRow
 from kvbench.index import IndexResult, IndexRow
+from kvbench.layers import CpuRow, LayersResult, PipelineRow, ThroughputRow
 from kvbench.replay import ReplayRow
 from kvbench.scale import EvictionRow, MemoryRow, ScaleResult
 from kvbench.transfer import TransferRow
@@ -122,4 +123,33 @@ INDEX_RESULT = IndexResult(
 SCALE_RESULT = ScaleResult(
     eviction=[EvictionRow("lru", 10_240, 10.0, 1.0, 5000, True), EvictionRow("lru", 1_000_192, 12.0, 1.2, 5000, True)],
     memory=[MemoryRow("lru", 1_000_000, 230.0, 14.0, True)],
+)
+
+
+def pipeline_row(ratio: float, *, total_ms: float, predicted_ms: float, checked: bool = True) -> PipelineRow:
+    """A row with the given values, 100 ms of compute, and made-up others."""
+    return PipelineRow(
+        compute="sleep",
+        transport="shm",
+        ratio=ratio,
+        layers=32,
+        total_ms=total_ms,
+        compute_ms=100.0,
+        transfer_ms=100.0 * ratio,
+        exposed_ms=total_ms - 100.0,
+        predicted_ms=predicted_ms,
+        first_layer_ms=3.0,
+        layer_bytes=1 << 20,
+        checked=checked,
+        samples=5,
+    )
+
+
+LAYERS_RESULT = LayersResult(
+    pipelines=[
+        pipeline_row(0.5, total_ms=104.0, predicted_ms=103.0),
+        pipeline_row(2.0, total_ms=220.0, predicted_ms=200.0),
+    ],
+    throughputs=[ThroughputRow("SmolLM2-135M", 16, 728, "tcp", 4.0, 3.6, 0.9, checked=True, samples=9)],
+    cpu=[CpuRow("shm", (16, 512), 1 << 18, (50.0, 60.0), 30.0, 1.5, checked=True)],
 )

@@ -84,7 +84,31 @@ def test_a_bad_replay_flag_is_one_line_naming_culprit_and_what_is_allowed(
     assert allowed in line
 
 
-@pytest.mark.parametrize("command", ["transfer", "index", "disk", "scale", "replay"])
+@pytest.mark.parametrize(
+    ("argv", "culprit", "allowed"),
+    [
+        (["--compute", "sleep,dream"], "--compute: 'dream'", "sleep, matmul"),
+        (["--transport", "pigeon"], "--transport: 'pigeon'", "shm, tcp"),
+        (["--ratios", "1,x"], "--ratios: 'x'", "a number above 0"),
+        (["--ratios", "0"], "--ratios: 0", "0.01 to 100"),
+        (["--ratios", "nan"], "--ratios: nan", "0.01 to 100"),
+        (["--layers", "257"], "--layers: 257", "1 to 256"),
+        (["--layer-ms", "-1"], "--layer-ms: -1", "0.01 to 1000"),
+        (["--rounds", "1001"], "--rounds: 1001", "1 to 1000"),
+        (["--footprint", "1KiB"], "--footprint: 1KiB", "4KiB to 16GiB"),
+        (["--layer-ms", "1000"], "this run needs", "lower --layer-ms, --ratios or --footprint"),
+    ],
+)
+def test_a_bad_layers_flag_is_one_line_naming_culprit_and_what_is_allowed(
+    capsys: pytest.CaptureFixture[str], argv: list[str], culprit: str, allowed: str
+) -> None:
+    line = complaint(capsys, "layers", *argv)
+    assert line.startswith("kvbench layers: ")
+    assert culprit in line
+    assert allowed in line
+
+
+@pytest.mark.parametrize("command", ["transfer", "index", "disk", "layers", "scale", "replay"])
 def test_help_explains_and_gives_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.plot import plot_disk, plot_index, plot_replay, plot_scale, plot_transfer, require_plot
+from kvbench.plot import plot_disk, plot_index, plot_layers, plot_replay, plot_scale, plot_transfer, require_plot
 from kvstore.core.errors import ConfigError, UsageError
-from tests.kvbench.rows import DISK_ROWS, INDEX_RESULT, REPLAY_ROWS, SCALE_RESULT, TRANSFER_ROWS
+from tests.kvbench.rows import DISK_ROWS, INDEX_RESULT, LAYERS_RESULT, REPLAY_ROWS, SCALE_RESULT, TRANSFER_ROWS
 
 PNG = b"\x89PNG\r\n"
 
@@ -34,6 +34,12 @@ def test_a_scale_figure_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_scale(tmp_path / "s.png", SCALE_RESULT)
     assert (tmp_path / "s.png").read_bytes().startswith(PNG)
+
+
+def test_a_layers_figure_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_layers(tmp_path / "l.png", LAYERS_RESULT)
+    assert (tmp_path / "l.png").read_bytes().startswith(PNG)
 
 
 def test_a_replay_figure_is_a_png(tmp_path: Path) -> None:
