@@ -387,6 +387,34 @@ def test_one_call_over_two_nodes_loses_what_the_frozen_one_has_and_nothing_else(
         assert (statuses == np.where(theirs, kvstore.PutStatus.STORED, kvstore.PutStatus.FAILED)).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stream_over_two_nodes_of_which_one_does_not_answer_speaks_of_all_its_blocks(
+    pair: tuple[list[ServerProcess], int], transport: str
+) -> None:
+    nodes, victim = pair
+    with ExitStack() as stack:
+
+        def connect(*servers: ServerProcess) -> kvstore.Client:
+            addresses = [server.address for server in servers]
+            client = kvstore.connect(addresses, namespace=SPACE, transport=transport, timeout_s=TIMEOUT_S)
+            return stack.enter_context(client)
+
+        both, healthy = connect(*nodes), connect(nodes[1 - victim])
+        keys = keys_of(both, 1, 32)
+        blocks = content(keys, SPACE)
+        assert both.put(keys, blocks).stored == 32
+        kept = healthy.lookup(keys).states > 0
+        into = np.zeros_like(blocks)
+        with frozen(nodes[victim]), both.layer_stream(keys, into) as stream:
+            for layer in stream.layers:
+                ok = stream.wait(layer)
+                assert ok.shape == (32,)
+                assert ok[kept].all()
+            assert stream.ok.shape == (LAYERS, 32)
+        np.testing.assert_array_equal(into[kept], blocks[kept])
+
+
 def one_round(
     peer: ServerProcess,
     hurt: Callable[[ServerProcess], AbstractContextManager[None]],
