@@ -220,8 +220,6 @@ class LayerStream:
         return layer - self._first
 
     def _arrived(self) -> I64:
-        if len(self._parts) == 1:
-            return self._parts[0].source.arrived.copy()
         arrived = np.zeros(self._count, dtype=np.int64)
         for part in self._parts:
             arrived[part.rows] = part.source.arrived

@@ -184,10 +184,14 @@ class Stream:
             raise Unavailable(f"{self.peer}: {cause.strerror or cause}") from cause
         return data, fds
 
-    def close(self) -> None:
-        """Close; wakes up a thread that waits in it."""
+    def interrupt(self) -> None:
+        """Wake up a thread that waits in it: it finds the end. The descriptor stays ours until `close`."""
         with contextlib.suppress(OSError):  # the peer was first
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close; wakes up a thread that waits in it."""
+        self.interrupt()
         self.sock.close()
 
     def _bound(self, option: int, deadline: Deadline) -> None:

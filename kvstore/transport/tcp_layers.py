@@ -127,7 +127,7 @@ class TcpLayerSource:
         self._give_back, self._damaged = give_back, damaged
         self._meter, self._pace = meter, pace
         self._lock = threading.Lock()  # of the end, which may come from another thread
-        self._writing = threading.Lock()  # held while the caller's memory is written to
+        self._stepping = threading.Lock()  # held while the socket is used and the caller's memory is written to
         self._closed = False
         self._last = 0
         self._requests: deque[_Request] = deque()
@@ -143,21 +143,22 @@ class TcpLayerSource:
 
     def advance(self, timeout_s: float, *, soon: bool = True) -> bool:
         del soon  # a layer is a step
-        if self.settled == self._wanted.layers:
-            return False
-        if self._closed:
-            raise Unavailable("the stream was given up")
-        deadline = Deadline(timeout_s)
-        request = self._requests[0]
-        moved = True
-        if request.next < 0:
-            moved = self._begin(request, deadline)
-        else:
-            self._receive_layer(request, deadline)
-        if request.next == request.end:
-            self._requests.popleft()
-            self._ask(deadline)
-        return moved
+        with self._stepping:
+            if self.settled == self._wanted.layers:
+                return False
+            if self._closed:
+                raise Unavailable("the stream was given up")
+            deadline = Deadline(timeout_s)
+            request = self._requests[0]
+            moved = True
+            if request.next < 0:
+                moved = self._begin(request, deadline)
+            else:
+                self._receive_layer(request, deadline)
+            if request.next == request.end:
+                self._requests.popleft()
+                self._ask(deadline)
+            return moved
 
     def fileno(self) -> int:
         return self._channel.stream.sock.fileno()
@@ -167,19 +168,22 @@ class TcpLayerSource:
 
     def close(self, *, abandon: bool = False) -> None:
         with self._lock:
-            if self._closed:
+            first, self._closed = not self._closed, True
+        if not first:
+            with self._stepping:
                 return
-            self._closed = True
         # What is still on its way would be taken for the answer to somebody else's request.
         usable = not abandon and not self._requests and self._hold_answered and self._channel.usable
         if usable:
             with contextlib.suppress(KvStoreError):
                 nothing = KeyRequest(0, self._keys[:0]).encode()
                 self._send(Op.HOLD, nothing, Deadline(self._timeout_s), flags=NO_REPLY)
-        self._give_back(self._channel, usable)
-        # Closing the socket has woken up whoever receives. What the kernel had already still goes where it should.
-        with self._writing:
-            pass
+        else:
+            self._channel.stream.interrupt()
+        # Nobody is in the middle of a step any more: what the kernel had already still went where it should, and the
+        # descriptor can be another connection's.
+        with self._stepping:
+            self._give_back(self._channel, usable)
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
@@ -249,10 +253,9 @@ class TcpLayerSource:
         stream = self._channel.stream
 
         def receive(targets: Sequence[memoryview]) -> None:
-            with self._writing:
-                if self._closed:
-                    raise Unavailable("the stream was given up")
-                stream.receive_all(targets, deadline)
+            if self._closed:
+                raise Unavailable("the stream was given up")
+            stream.receive_all(targets, deadline)
 
         assert request.plan is not None
         received = request.plan.receive(receive, memoryview(self._into.memories[place]), self._into.shifts[place])
