@@ -204,7 +204,7 @@ def test_a_killed_server_is_a_miss_and_the_answer_is_still_right(adapter_on: Con
         adapter = adapter_on(server)
         adapter.store(token_ids, computed)
         assert adapter.load(token_ids)[1] == 96
-        server.kill()
+        server.kill_all()
         for _ in range(2):
             started_s = time.monotonic()
             cache, hit_tokens = adapter.load(token_ids)
