@@ -628,6 +628,11 @@ class _Connection:
                 f"{len(request.rows)} blocks of layers {request.layers} at once; at most {LOCATE_SUMS_MAX}"
             )
         held, mine, answer = self._ready(request)
+        late = np.flatnonzero(answer.found == Found.UNFINISHED)
+        if len(late):  # who wants whole blocks waits for the SSD, and not for writers
+            probe = self._index(Deadline(SHARD_TIMEOUT_S)).probe(held.request.keys[request.rows[late]])
+            size = held.layers * held.layer_bytes
+            answer.found[late[probe.on_disk(held.request.namespace, size)]] = Found.LATER
         self._reply(frame, LocateAnswer(answer, held.blocks.offsets[mine]).encode(), deadline)
 
     def _fabric(self, frame: Frame, body: bytes, deadline: Deadline) -> None:

@@ -20,12 +20,13 @@ from kvstore.transport.base import U8, Keys, LayerSink, LayerSource, Lookup, Mas
 from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.channel import Channel, Deadline
 from kvstore.transport.copying import copy_blocks
+from kvstore.transport.holding import PROMOTION_SHARE
 from kvstore.transport.mooncake_lanes import BAY_BYTES, BAYS, LANE_BYTES, LANES, Lane, Lanes
 from kvstore.transport.mooncake_layers import MooncakeLayerSink, MooncakeLayerSource
 from kvstore.transport.mooncake_plan import Piece, Verifier, pieces_of
 from kvstore.transport.mooncake_process import TransferProcess
 from kvstore.transport.mooncake_writing import Landing
-from kvstore.transport.shm import PROMOTION_SHARE, RESERVATION_TTL_S, describe
+from kvstore.transport.shm import RESERVATION_TTL_S, describe
 from kvstore.transport.tcp import SUMS_PER_MESSAGE, CopiedBlocks, TcpLink, connect_data_port
 from kvstore.wire.fabric import FabricInfo, LocateAnswer
 from kvstore.wire.frames import Op
@@ -43,6 +44,7 @@ from kvstore.wire.messages import (
 I64 = NDArray[np.int64]
 
 _CONTACT_BYTES = 64
+_WAIT_MS = 20  # of the server, where none of the blocks can be read yet
 
 
 class _Door:
@@ -270,17 +272,18 @@ class MooncakeLink:
         channel = _channel(lane)
         hold = KeyRequest(self._number, keys, ttl_ms=max(1, int(wait.left_s() * 1000)))
         channel.post(Op.HOLD, hold.encode(), deadline)
-        rows = np.arange(len(keys))
+        rows, wait_ms = np.arange(len(keys)), 0
         while len(rows):
-            filled, damaged, rows = self._read(lane, rows, into, layers, deadline)
+            filled, damaged, rows = self._read(lane, rows, into, layers, wait_ms, deadline)
             good[filled], wrong[damaged] = True, True
+            wait_ms = _WAIT_MS
             if wait.left_s() <= 0:  # a disk that is too slow costs this get its blocks, not the link
                 break
         channel.post(Op.HOLD, KeyRequest(0, keys[:0]).encode(), deadline)
         return good, wrong
 
     def _read(
-        self, lane: Lane, rows: I64, into: Blocks, layers: tuple[int, int], deadline: Deadline
+        self, lane: Lane, rows: I64, into: Blocks, layers: tuple[int, int], wait_ms: int, deadline: Deadline
     ) -> tuple[I64, I64, I64]:
         """Of these rows on hold, those that were read whole, those that arrived damaged, and those to ask for again:
         they are on their way from the SSD.
@@ -288,12 +291,11 @@ class MooncakeLink:
         first, end = layers
         damaged = later = rows[:0]
         while first < end and len(rows):
-            request = LayersRequest(rows.astype(np.uint32), (first, end), 0, self._opened().layer_bytes)
+            request = LayersRequest(rows.astype(np.uint32), (first, end), 0, self._opened().layer_bytes, wait_ms)
             body = _channel(lane).call(Op.LOCATE, request.encode(), deadline)
             answer = LocateAnswer.decode(body, len(rows), first, end, self._pool_bytes)
             found = answer.layers.found
-            if first == layers[0]:
-                later = rows[found == Found.LATER]
+            later = np.append(later, rows[found == Found.LATER])
             rows = rows[found == Found.HERE]
             matching = self._read_located(lane, answer, rows, into, (first, layers[0]), deadline)
             damaged = np.append(damaged, rows[~matching])
