@@ -241,7 +241,7 @@ def test_what_a_frozen_peer_sends_late_reaches_no_callers_memory(store: ServerPr
     namespace = space(1 << 20)
     with connect(store, namespace) as client:
         keys, data = stored(client, 8)
-        with connect(store, namespace, timeout_s=0.5) as hasty:
+        with connect(store, namespace, timeout_s=2.0) as hasty:
             (fabric,) = store.fabric_pids()
             into = np.zeros_like(data)
             os.kill(fabric, signal.SIGSTOP)
