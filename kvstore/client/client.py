@@ -63,6 +63,8 @@ def connect(
     checksums: bool = False,
     auth_token: str | None = None,
     device: str | Device | None = None,
+    fabric: str | None = None,
+    fabric_device: str | None = None,
 ) -> Client:
     """Connect to a store.
 
@@ -70,11 +72,15 @@ def connect(
         address: `"local"`, `"host:port"`, or several (a list, or separated by commas); `"host:port=2"` gives weight 2.
         namespace: whose blocks this client reads and writes.
         timeout_s: bound of every call.
-        transport: `"auto"` takes shared memory on the same host and TCP otherwise; `"shm"` or `"tcp"` insist.
+        transport: `"auto"` takes shared memory on the same host, else Mooncake's engine where `fabric` allows it and
+        the server has it, else TCP; `"shm"`, `"mooncake"` or `"tcp"` insist.
         checksums: verify every layer slice over shared memory too; over TCP it is always done.
         auth_token: the server's `auth_token`, if it has one; `KVSTORE_AUTH_TOKEN` unless given.
         device: an accelerator whose memory blocks are read into and put from: `"cuda:0"`, or `"host"`, which stands for
         one where there is none. A device that is handed in open stays the caller's to close.
+        fabric: allow one-sided transfers by Mooncake's engine, which trusts the network, where the server has them over
+        this protocol: `"tcp"` or `"rdma"`; `KVSTORE_FABRIC` unless given, else none.
+        fabric_device: the network card to use for them; `KVSTORE_FABRIC_DEVICE` unless given, else all.
 
     Raises:
         Unavailable: no node can be reached.
@@ -89,6 +95,8 @@ def connect(
         auth_token=os.environ.get("KVSTORE_AUTH_TOKEN", "") if auth_token is None else auth_token,
         client=f"kvstore pid {os.getpid()}",
         device=open_device(device) if isinstance(device, str) else device,
+        fabric=os.environ.get("KVSTORE_FABRIC", "") if fabric is None else fabric,
+        fabric_device=os.environ.get("KVSTORE_FABRIC_DEVICE", "") if fabric_device is None else fabric_device,
     )
     return Client(StaticMembership(address), options, owns_device=isinstance(device, str))
 
@@ -458,8 +466,10 @@ class Client:
         infos = [node.info for node in self._nodes if node.info is not None]
         if not infos:
             raise failures[0]
-        if self._options.transport == "shm" and not any(link for node in self._nodes for link in node.links):
-            raise Unavailable(f"transport='shm': no shard of {self._members[0].name} is reachable on this host")
+        wanted = self._options.transport
+        if wanted in ("shm", "mooncake") and not any(link for node in self._nodes for link in node.links):
+            reason = "no shard of {} is reachable on this host" if wanted == "shm" else "{}: " + self._nodes[0].why_not
+            raise Unavailable(f"transport={wanted!r}: {reason.format(self._members[0].name)}")
         agree(infos)
         self._scheme = infos[0].scheme
 

@@ -25,6 +25,7 @@ from typing import Any, Final, cast
 import numpy as np
 import xxhash
 
+from kvstore.client.nodes import mooncake_link
 from kvstore.core.errors import KvStoreError, ProtocolError, Unavailable, UsageError
 from kvstore.core.keys import BlockKeys, chain_keys
 from kvstore.core.layout import OpaqueLayout
@@ -34,12 +35,14 @@ from kvstore.core.states import PutStatus
 from kvstore.transport.base import ShardLink
 from kvstore.transport.buffers import Region
 from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
+from kvstore.transport.mooncake_engine import engine_problem
 from kvstore.transport.shm import SharedMemoryLink, connect_local
 from kvstore.transport.tcp import TcpLink
 from kvstore.wire.control import ControlClient, NodeInfo, ShardInfo
 from kvstore.wire.tokens import TOKEN_TTL_S
 
 SCRATCH_BYTES: Final = 1 << 20
+QUESTIONS: Final = 5  # whose median is told
 CHECKSUM_SLICE_BYTES: Final = 256 << 10
 CHECKSUM_S: Final = 0.05
 CHECKSUM_GIB_S_MIN: Final = 4.0  # below this the checksum, not the socket, decides how fast TCP is
@@ -71,7 +74,7 @@ class Target:
 class Way:
     """One way to a node and how long it takes. `error` says why it can't be used, and is empty if it can."""
 
-    way: str  # control, shm, tcp
+    way: str  # control, shm, mooncake, tcp
     shard: int | None  # None: the node itself
     to: str
     connect_ms: float | None = None  # until the first answer
@@ -151,6 +154,7 @@ def examine(target: Target) -> list[Check]:
         _check_versions(status),
         _check_shards(status),
         _check_exposure(target, status),
+        _check_fabric(info),
         _check_warm(status),
         *ways,
         _check_integrity(status),
@@ -203,6 +207,21 @@ def _check_exposure(target: Target, status: Mapping[str, Any]) -> Check:
         return Check("exposure", Finding.SKIP, str(error))
     text = f"listens on {host} and lets everybody in"
     return Check("exposure", Finding.WARN, text, "start it with --auth-token, or on loopback")
+
+
+def _check_fabric(info: NodeInfo) -> Check:
+    """Whether one-sided transfers are possible between the two, and what they expose."""
+    name = "fabric"
+    problem = engine_problem()
+    ours = f"here: {problem}" if problem else "here Mooncake's engine can be had"
+    if not info.fabric:
+        return Check(name, Finding.SKIP, f"off at the server (its setting `fabric` is empty); {ours}")
+    if problem:
+        return Check(name, Finding.SKIP, f"the server offers {info.fabric}, TCP is used all the same; {ours}")
+    text = f"the server offers {info.fabric}, and {ours}; whoever reaches its engine's ports reads every block"
+    return Check(
+        name, Finding.WARN, text, f"keep them to a trusted network; clients ask for it by KVSTORE_FABRIC={info.fabric}"
+    )
 
 
 def _check_warm(status: Mapping[str, Any]) -> Check:
@@ -264,7 +283,7 @@ def _open_files_limit(info: NodeInfo, timeout_s: float) -> int | None:
 
 
 def check_ways(target: Target, info: NodeInfo, status: Mapping[str, Any]) -> Iterator[Check]:
-    """A scratch block there and back, over both ways to each shard that is up."""
+    """A scratch block there and back, over every way to each shard that is up."""
     namespace = _scratch(_scratch_bytes(status))
     down = cast("list[int]", status["shards_down"])
     for shard in info.shards:
@@ -276,7 +295,7 @@ def check_ways(target: Target, info: NodeInfo, status: Mapping[str, Any]) -> Ite
                 with _opened(make, namespace, target.timeout_s) as link:
                     yield _there_and_back(name, link, namespace, target.timeout_s)
             except KvStoreError as error:
-                yield _no_shm(name, target, error) if way == "shm" else _no_tcp(name, to, error)
+                yield _no_shm(name, target, error) if way == "shm" else _no_way(name, to, error)
 
 
 def _there_and_back(name: str, link: ShardLink, namespace: Namespace, timeout_s: float) -> Check:
@@ -288,19 +307,26 @@ def _there_and_back(name: str, link: ShardLink, namespace: Namespace, timeout_s:
     try:
         begin = time.perf_counter()
         status = PutStatus(int(link.store(keys, Region(sent, at_start), timeout_s)[0]))
+        put_ms = _ms_since(begin)
         if status is not PutStatus.STORED:
             text = f"a scratch block was not stored: {status.name}"
             return Check(name, Finding.WARN, text, "pins or leases hold the whole pool: unpin, or enlarge --dram")
+        begin = time.perf_counter()
         found = link.fetch(keys, Region(received, at_start), (0, namespace.layers), timeout_s)[0]
-        took_ms = _ms_since(begin)
+        get_ms = _ms_since(begin)
+        asked_ms = _median_ms(lambda: link.touch(keys, timeout_s), QUESTIONS)
     finally:
         link.delete(keys, timeout_s)
     if not found:
         return Check(name, Finding.WARN, "a scratch block was evicted at once", "the pool is far too small: --dram")
     if not np.array_equal(sent, received):
         return Check(name, Finding.FAIL, "a scratch block came back changed", "do not use this store; report it")
-    size = format_size(namespace.block_bytes)
-    return Check(name, Finding.OK, f"{size} there and back in {took_ms:.1f} ms, content verified, deleted again")
+    size, gib = format_size(namespace.block_bytes), namespace.block_bytes / (1 << 30)
+    text = (
+        f"{size} put in {put_ms:.1f} ms and got in {get_ms:.1f} ms ({1000 * gib / get_ms:.1f} GiB/s), "
+        f"asked in {asked_ms:.2f} ms, content verified, deleted again"
+    )
+    return Check(name, Finding.OK, text)
 
 
 def _no_shm(name: str, target: Target, error: KvStoreError) -> Check:
@@ -319,7 +345,7 @@ def _no_shm(name: str, target: Target, error: KvStoreError) -> Check:
     return Check(name, Finding.WARN, f"not attached, TCP is used: {error}", advice)
 
 
-def _no_tcp(name: str, to: str, error: KvStoreError) -> Check:
+def _no_way(name: str, to: str, error: KvStoreError) -> Check:
     advice = f"open {to} in the firewall, or see the server's log"
     if isinstance(error, Unavailable):
         return Check(name, Finding.FAIL, f"no connection: {error}", advice)
@@ -412,8 +438,10 @@ _MakeLink = Callable[[], ShardLink]
 
 
 def _links(info: NodeInfo, shard: ShardInfo, timeout_s: float) -> Iterator[tuple[str, str, _MakeLink]]:
-    """Both ways to a shard: name, where it leads, and how to connect."""
+    """The ways to a shard that both sides have: name, where it leads, and how to connect."""
     yield "shm", Path(shard.socket_path).name, lambda: SharedMemoryLink(shard.socket_path, timeout_s=timeout_s)
+    if info.fabric and not engine_problem():
+        yield "mooncake", f"Mooncake's ports at {info.data_host}", lambda: mooncake_link(info, shard, timeout_s)
     yield (
         "tcp",
         f"{info.data_host}:{info.data_port}",

@@ -15,13 +15,15 @@ from kvstore.core.errors import ConfigError, KvStoreError, ProtocolError, Unavai
 from kvstore.core.namespace import Namespace
 from kvstore.device.base import Device
 from kvstore.transport.base import ShardLink
+from kvstore.transport.mooncake import MooncakeLink
+from kvstore.transport.mooncake_engine import PROTOCOLS, engine_problem
 from kvstore.transport.shm import SharedMemoryLink
 from kvstore.transport.tcp import TcpLink
 from kvstore.wire.control import ControlClient, NodeInfo, ShardInfo
 
 RETRY_S_MIN = 0.1
 RETRY_S_MAX = 0.5
-TRANSPORTS = ("auto", "shm", "tcp")
+TRANSPORTS = ("auto", "shm", "mooncake", "tcp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,14 @@ class LinkOptions:
     auth_token: str = ""
     client: str = "kvstore"
     device: Device | None = None
+    fabric: str = ""  # the protocol of a server's fabric that "auto" may take; empty: none
+    fabric_device: str = ""  # network card of our engine; empty: all
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise ConfigError(f"transport={self.transport!r}: allowed is one of {', '.join(TRANSPORTS)}")
+        if self.fabric not in ("", *PROTOCOLS):
+            raise ConfigError(f"fabric={self.fabric!r}: allowed is one of {', '.join(PROTOCOLS)}, or empty for none")
         if not 0.001 <= self.timeout_s <= 3600:
             raise ConfigError(f"timeout_s={self.timeout_s}: allowed is 0.001 to 3600 seconds")
 
@@ -54,6 +60,7 @@ class NodeLinks:
         self.member = member
         self.info: NodeInfo | None = None
         self.links: list[ShardLink | None] = []
+        self.why_not = ""  # what the last link that could not be made met
         self._options = options
         self._next_try_s = 0.0
         self._pause_s = RETRY_S_MIN
@@ -85,8 +92,10 @@ class NodeLinks:
                 if link is not None:
                     link.close()
                     links[shard.number] = None
-                with contextlib.suppress(Unavailable):
+                try:
                     links[shard.number] = self._link(info, shard)
+                except Unavailable as error:
+                    self.why_not = str(error)
             self.info, self.links = info, links
             if self._closed:  # meanwhile: these links came too late for `close` to see them
                 self.close()
@@ -122,38 +131,72 @@ class NodeLinks:
                 link.close()
 
     def _link(self, info: NodeInfo, shard: ShardInfo) -> ShardLink:
-        options = self._options
-        make: list[Callable[[], ShardLink]] = []
-        if options.transport in ("auto", "shm"):
-            make.append(
-                lambda: SharedMemoryLink(shard.socket_path, timeout_s=options.timeout_s, checksums=options.checksums)
+        return make_link(self.member.name, info, shard, self._options)
+
+
+def make_link(name: str, info: NodeInfo, shard: ShardInfo, options: LinkOptions) -> ShardLink:
+    """A link to a shard of this node, over the best way that the options allow and that can be had.
+
+    Raises:
+        Unavailable: there is none; what the last one met.
+    """
+    make: list[Callable[[], ShardLink]] = []
+    if options.transport in ("auto", "shm"):
+        make.append(
+            lambda: SharedMemoryLink(shard.socket_path, timeout_s=options.timeout_s, checksums=options.checksums)
+        )
+    if options.transport == "mooncake" or (
+        options.transport == "auto" and options.fabric and options.fabric == info.fabric
+    ):
+        make.append(lambda: mooncake_link(info, shard, options.timeout_s, options.fabric_device))
+    if options.transport in ("auto", "tcp"):
+        make.append(
+            lambda: TcpLink(
+                info.data_host, info.data_port, token=info.token, shard=shard.number, timeout_s=options.timeout_s
             )
-        if options.transport in ("auto", "tcp"):
-            make.append(
-                lambda: TcpLink(
-                    info.data_host, info.data_port, token=info.token, shard=shard.number, timeout_s=options.timeout_s
-                )
-            )
-        failures: list[Unavailable] = []
-        for attempt in make:
-            try:
-                link = attempt()
-            except Unavailable as error:
-                failures.append(error)
-                continue
-            if link.boot_id != shard.boot_id:
-                link.close()
-                failures.append(Unavailable(f"{self.member.name}: shard {shard.number} was restarted just now"))
-                continue
-            try:
-                link.open(options.namespace, options.timeout_s)
-                if options.device is not None and isinstance(link, SharedMemoryLink):
-                    link.use_device(options.device, options.timeout_s)
-            except BaseException:  # Ctrl-C too: nobody has the link yet
-                link.close()
-                raise
-            return link
-        raise failures[-1]
+        )
+    failures: list[Unavailable] = []
+    for attempt in make:
+        try:
+            link = attempt()
+        except Unavailable as error:
+            failures.append(error)
+            continue
+        if link.boot_id != shard.boot_id:
+            link.close()
+            failures.append(Unavailable(f"{name}: shard {shard.number} was restarted just now"))
+            continue
+        try:
+            link.open(options.namespace, options.timeout_s)
+            if options.device is not None and isinstance(link, SharedMemoryLink):
+                link.use_device(options.device, options.timeout_s)
+        except BaseException:  # Ctrl-C too: nobody has the link yet
+            link.close()
+            raise
+        return link
+    raise failures[-1]
+
+
+def mooncake_link(info: NodeInfo, shard: ShardInfo, timeout_s: float, device: str = "") -> ShardLink:
+    """A link by one-sided transfers.
+
+    Raises:
+        Unavailable: one of both sides has no engine, or the other side's does not answer.
+    """
+    if not info.fabric:
+        raise Unavailable(f"{info.address} serves no fabric: its setting `fabric` is empty")
+    problem = engine_problem()
+    if problem:
+        raise Unavailable(problem)
+    return MooncakeLink(
+        info.data_host,
+        info.data_port,
+        token=info.token,
+        shard=shard.number,
+        pool_bytes=shard.pool_bytes,
+        timeout_s=timeout_s,
+        device=device,
+    )
 
 
 def agree(infos: list[NodeInfo]) -> None:

@@ -18,6 +18,7 @@ from kvstore.core.errors import ConfigError, UsageError
 from kvstore.core.keys import KeyScheme
 from kvstore.core.sizes import format_size, parse_size
 from kvstore.device.opening import cuda_ordinal
+from kvstore.transport.mooncake_engine import PROTOCOLS
 
 CHUNK_BYTES = 256 << 20
 CHUNK_BYTES_MAX = 2 << 30
@@ -125,6 +126,24 @@ class ServerConfig:
         default=1 << 30,
         metadata={"help": "device memory of all shards together, where there is a GPU tier", "size": True},
     )
+    fabric: str = field(
+        default="",
+        metadata={
+            "help": "serve one-sided reads and writes by Mooncake's engine: tcp, rdma; empty: off. It has no "
+            "authentication: on a trusted network only"
+        },
+    )
+    fabric_host: str = field(
+        default="", metadata={"help": "address under which Mooncake's engine is reached; empty: that of host"}
+    )
+    fabric_device: str = field(default="", metadata={"help": "network card of Mooncake's engine; empty: all"})
+    fabric_landing: int = field(
+        default=256 << 20,
+        metadata={
+            "help": "memory of each shard that Mooncake clients put blocks through; 0: they put over TCP",
+            "size": True,
+        },
+    )
     data_dir: Path = field(default_factory=_default_data_dir, metadata={"help": "folder of what survives a restart"})
     runtime_dir: Path = field(default_factory=_default_runtime_dir, metadata={"help": "folder of local sockets"})
     key_algorithm: str = field(
@@ -173,6 +192,13 @@ class ServerConfig:
             raise ConfigError(
                 f"gpu_bytes={format_size(self.gpu_bytes)}: at least {least} for {self.shards} shards, or gpu empty"
             )
+        if self.fabric not in ("", *PROTOCOLS):
+            raise ConfigError(f"fabric={self.fabric!r}: allowed is one of {', '.join(PROTOCOLS)}, or empty for off")
+        if self.fabric and (self.fabric_address in {"0.0.0.0", ""} or ":" in self.fabric_address):
+            raise ConfigError(
+                f"fabric_host={self.fabric_host!r}: name the IPv4 address that clients reach; host={self.host!r} is none"
+            )
+        _require("fabric_landing", self.fabric_landing, 0, 1 << 40)
         if not -1 <= self.key_seed < 1 << 64:
             raise ConfigError(f"key_seed={self.key_seed}: allowed is -1 (random) or 0 to 2**64 - 1")
         try:
@@ -187,6 +213,16 @@ class ServerConfig:
     def endpoint(self, port: int) -> str:
         """`host:port`, as addresses are written: IPv6 in brackets."""
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @property
+    def fabric_address(self) -> str:
+        """Where Mooncake's engine is reached."""
+        return self.fabric_host or self.host
+
+    @property
+    def landing_bytes_per_worker(self) -> int:
+        """Each data port worker's part of a shard's landing space."""
+        return self.fabric_landing // self.data_workers if self.fabric else 0
 
     @property
     def pool_bytes_per_shard(self) -> int:

@@ -70,6 +70,7 @@ class ControlService(ControlServicer):
                 )
                 for shard in info.shards
             ],
+            fabric=info.fabric,
         )
 
     def Stats(self, request: pb.StatsRequest, context: grpc.ServicerContext) -> pb.StatsReply:  # noqa: N802 -- the name is the .proto's

@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -26,16 +26,19 @@ from kvstore.core.errors import BlockTooLarge, KvStoreError, NamespaceMismatch, 
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader, Probe
 from kvstore.server.children import read_configuration, say_ready
+from kvstore.server.landing import Grant, LandingSpace
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.holding import PROMOTION_SHARE, LayerHold
 from kvstore.transport.shm import LocalSession, SharedShard, connect_local
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
+from kvstore.wire.fabric import FabricInfo, LandedRequest, LocateAnswer
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, PROTOCOL_VERSION, Frame, Op, Status, decode_header, encode
 from kvstore.wire.messages import (
     FETCH_ROW,
     LOOKUP_ROW,
+    REF,
     RESERVE_ROW,
     U64,
     Found,
@@ -63,6 +66,8 @@ WAIT_S_MAX = 1.0  # for a writer's next layer, in one request
 LOOK_S = 0.0005  # between looks at blocks that are still being written
 OPTIMISTIC_BYTES_MAX = 64 << 10
 KNOWN_SUMS_MAX = 1 << 16
+LOCATE_SUMS_MAX = 64 << 10  # 512 KiB of an answer's body
+FABRIC_TIMEOUT_S = 0.5
 _FORWARDED = frozenset(
     {
         Op.PUBLISH,
@@ -90,6 +95,10 @@ class DataPortConfig:
     boot_id: str
     token_key: str  # hex
     shard_sockets: tuple[str, ...]
+    fabric_sockets: tuple[str, ...] = ()  # of each shard's fabric worker, where there is a fabric
+    landing_fds: tuple[int, ...] = ()  # of each shard's landing space
+    landing_start: int = 0  # of this worker's part of each
+    landing_bytes: int = 0
 
 
 class KnownSums:
@@ -125,6 +134,7 @@ class DataPort:
         self._shared: dict[int, tuple[SharedShard, KnownSums]] = {}
         self._sharing = threading.Lock()
         self._connections = threading.Semaphore(CONNECTIONS_MAX)
+        self.landing = [LandingSpace(fd, config.landing_start, config.landing_bytes) for fd in config.landing_fds]
 
     def serve(self, listener: socket.socket) -> None:
         """Accept for ever."""
@@ -193,16 +203,20 @@ class _Connection:
         self._stream = stream
         self._session: LocalSession = cast("LocalSession", None)
         self._known_sums: KnownSums = cast("KnownSums", None)
+        self._shard = 0
         self._asked = ChainLog()
         self._held: _Held | None = None
+        self._grant: Grant | None = None  # of landing space
         self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write, or _DROPPED
+        self._space_of: dict[int, int] = {}  # generation -> namespace number of the reservation
         self._layer_sums: dict[int, NDArray[np.uint64]] = {}  # generation -> sums of the layers that have come
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
 
     def serve(self) -> None:
         """Authenticate, then answer until the client leaves."""
         self._session, self._known_sums = self._hello()
-        with contextlib.closing(cast("Any", self._session.channel)):
+        with contextlib.closing(cast("Any", self._session.channel)), contextlib.ExitStack() as at_end:
+            at_end.callback(self._give_back_landing)
             while True:
                 frame = decode_header(bytes(self._stream.receive(HEADER_BYTES, Deadline(IDLE_TIMEOUT_S))))
                 deadline = Deadline(REQUEST_TIMEOUT_S)
@@ -231,8 +245,9 @@ class _Connection:
             self._reply(frame, text.encode(), deadline, Status.BAD_REQUEST)
             raise ProtocolError(text)
         shard = asked.get("shard")
+        self._shard = shard if isinstance(shard, int) else -1
         try:
-            session, known_sums = self._port.session(shard if isinstance(shard, int) else -1)
+            session, known_sums = self._port.session(self._shard)
         except Unavailable as error:
             self._reply(frame, str(error).encode(), deadline, Status.BUSY)
             raise
@@ -249,6 +264,12 @@ class _Connection:
                 self._write_layer(frame, RefRequest.decode(body), deadline)
             case Op.LAYERS:
                 self._layers(frame, LayersRequest.decode(body), deadline)
+            case Op.LOCATE:
+                self._locate(frame, LayersRequest.decode(body), deadline)
+            case Op.LANDED:
+                self._landed(frame, LandedRequest.decode(body), deadline)
+            case Op.FABRIC:
+                self._fabric(frame, body, deadline)
             case Op.HOLD:
                 self._hold(frame, KeyRequest.decode(body), deadline)
             case Op.LOOKUP:
@@ -267,7 +288,7 @@ class _Connection:
                     return
                 answer = self._session.channel.call(Op(op), body, Deadline(SHARD_TIMEOUT_S))
                 if op == Op.RESERVE:
-                    self._remember(answer)
+                    self._remember(answer, KeyRequest.decode(body).namespace)
                 self._reply(frame, answer, deadline)
             case op:
                 raise ProtocolError(f"operation {op} is not for the data port")
@@ -405,14 +426,30 @@ class _Connection:
                 known.keep(generation, sums[row].copy())
         return sums
 
-    def _remember(self, answer: bytes) -> None:
+    def _remember(self, answer: bytes, namespace: int) -> None:
         rows = decode_rows(answer, RESERVE_ROW, len(answer) // RESERVE_ROW.itemsize)
         mine = rows[rows["status"] == PutStatus.STORED]
-        self._reserved.update(zip(mine["generation"].tolist(), mine["offset"].tolist(), strict=True))
+        generations: list[int] = mine["generation"].tolist()
+        self._reserved.update(zip(generations, mine["offset"].tolist(), strict=True))
+        self._space_of.update(dict.fromkeys(generations, namespace))
+
+    def _places(self, refs: NDArray[np.void], namespace: int) -> list[int | None]:
+        """Where the payload of reserved blocks goes; None where this connection has no such reservation. Blocks of
+        another namespace may have larger payloads.
+        """
+        generations: list[int] = refs["generation"].tolist()
+        return [self._reserved[each] if self._space_of.get(each) == namespace else None for each in generations]
+
+    def _forget(self, generation: int) -> int | None:
+        """The end of a reservation: where it was."""
+        self._space_of.pop(generation, None)
+        return self._reserved.pop(generation, None)
 
     def _write(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
         """Payload into the reserved slots, verified piece by piece, then committed. What arrives damaged is dropped."""
-        offsets = [self._reserved.pop(generation, None) for generation in request.refs["generation"].tolist()]
+        offsets = self._places(request.refs, request.namespace)
+        for generation in request.refs["generation"].tolist():
+            self._forget(generation)
         layers, layer_bytes = self._geometry(request.namespace)
         size = layers * layer_bytes
         if {None, _DROPPED} & set(offsets) or frame.payload_bytes != len(offsets) * (size + layers * 8):
@@ -440,8 +477,8 @@ class _Connection:
         self._reply(frame, done.tobytes(), deadline)
 
     def _write_layer(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
-        """One layer of reserved blocks, verified, then visible. A block whose bytes arrive damaged is dropped."""
-        offsets = [self._reserved.get(generation) for generation in request.refs["generation"].tolist()]
+        """One layer of reserved blocks, verified, then visible."""
+        offsets = self._places(request.refs, request.namespace)
         layers, layer_bytes = self._geometry(request.namespace)
         layer = request.layers_ready - 1
         if None in offsets or not 0 <= layer < layers or frame.payload_bytes != len(offsets) * (layer_bytes + 8):
@@ -455,26 +492,73 @@ class _Connection:
             self._stream.receive_into(piece, deadline)
             received += sums_of(piece, layer_bytes)
         told = np.frombuffer(self._stream.receive(len(offsets) * 8, deadline), dtype=U64)
+        sums = np.array(received, dtype=np.uint64)
+        whole = self._take_in(request.refs, offsets, layer, layers, told[:, None], sums[:, None])
+        done = self._publish(request.refs, whole, request.layers_ready, request.ttl_ms)
+        self._reply(frame, done.tobytes(), deadline)
+
+    def _landed(self, frame: Frame, request: LandedRequest, deadline: Deadline) -> None:
+        """Layers of reserved blocks out of the landing space, verified where they are from now on."""
+        refs = np.empty(len(request.rows), dtype=REF)
+        refs["handle"], refs["generation"] = request.rows["handle"], request.rows["generation"]
+        offsets = self._places(refs, request.namespace)
+        layers, layer_bytes = self._geometry(request.namespace)
+        first, end = request.layers
+        size = (end - first) * layer_bytes
+        places: list[int] = request.rows["at"].tolist()
+        landing = self._grant.memory if self._grant is not None else np.zeros(0, dtype=np.uint8)
+        if None in offsets or end > layers or max(places, default=0) + size > len(landing):
+            raise ProtocolError("LANDED of blocks that were not reserved here, or elsewhere than granted")
+        pool = self._session.shared.pool
+        received = np.zeros((len(places), end - first), dtype=np.uint64)
+        for row, (offset, place) in enumerate(zip(cast("list[int]", offsets), places, strict=True)):
+            if offset != _DROPPED:
+                # Copied first: the landing space may still change under our hands, the slot can't.
+                target = pool[offset + first * layer_bytes : offset + end * layer_bytes]
+                np.copyto(target, landing[place : place + size])
+                received[row] = sums_of(memoryview(target), layer_bytes)
+        done = self._take_in(refs, offsets, first, layers, request.sums, received)
+        if request.publish:
+            done = self._publish(refs, done, end, request.ttl_ms)
+        self._reply(frame, done.tobytes(), deadline)
+
+    def _take_in(
+        self,
+        refs: NDArray[np.void],
+        offsets: list[int | None],
+        first: int,
+        layers: int,
+        told: NDArray[np.uint64],
+        received: NDArray[np.uint64],
+    ) -> NDArray[np.bool_]:
+        """Remember the sums that were told of some layers from `first` on, shape (n, some); which blocks match them.
+        The others are dropped. `layers`: how many a block has.
+        """
         alive = np.array(offsets) != _DROPPED
-        whole = alive & (told == np.array(received, dtype=np.uint64))
-        for generation, total in zip(request.refs["generation"].tolist(), told.tolist(), strict=True):
-            self._layer_sums.setdefault(generation, np.zeros(layers, dtype=np.uint64))[layer] = total
-        shard_deadline = Deadline(SHARD_TIMEOUT_S)
-        damaged = request.refs[alive & ~whole]
+        whole = alive & (told == received).all(axis=1)
+        for generation, sums in zip(refs["generation"].tolist(), told, strict=True):
+            known = self._layer_sums.setdefault(generation, np.zeros(layers, dtype=np.uint64))
+            known[first : first + len(sums)] = sums
+        damaged = refs[alive & ~whole]
         if len(damaged):
             # Their slots may be others' from now on, while the client's next layers are on their way.
             self._reserved.update(dict.fromkeys(damaged["generation"].tolist(), _DROPPED))
-            self._session.settle(Op.ABORT, damaged, shard_deadline)
-        done = np.zeros(len(offsets), dtype=np.bool_)
-        ttl_s = request.ttl_ms / 1000
-        done[whole] = self._session.publish(request.refs[whole], request.layers_ready, ttl_s, shard_deadline)
-        self._reply(frame, done.tobytes(), deadline)
+            self._session.settle(Op.ABORT, damaged, Deadline(SHARD_TIMEOUT_S))
+        return whole
+
+    def _publish(
+        self, refs: NDArray[np.void], whole: NDArray[np.bool_], layers_ready: int, ttl_ms: int
+    ) -> NDArray[np.bool_]:
+        done = np.zeros(len(refs), dtype=np.bool_)
+        done[whole] = self._session.publish(refs[whole], layers_ready, ttl_ms / 1000, Deadline(SHARD_TIMEOUT_S))
+        return done
 
     def _settle(self, op: Op, request: RefRequest) -> None:
         """Blocks that were written layer by layer are about to be committed or dropped: their sums, and no more."""
         for generation in request.refs["generation"].tolist():
-            offset, sums = self._reserved.pop(generation, None), self._layer_sums.pop(generation, None)
-            if op == Op.COMMIT and offset not in {None, _DROPPED} and sums is not None:
+            space, sums = self._space_of.get(generation), self._layer_sums.pop(generation, None)
+            offset = self._forget(generation)
+            if op == Op.COMMIT and offset not in {None, _DROPPED} and sums is not None and space == request.namespace:
                 layers, layer_bytes = len(sums), self._geometry(request.namespace)[1]
                 at, written = np.array([offset]), np.array([generation], dtype=np.uint64)
                 write_trailers(self._session.shared.pool, at, layers * layer_bytes, written, sums.reshape(1, layers))
@@ -502,6 +586,21 @@ class _Connection:
 
     def _layers(self, frame: Frame, request: LayersRequest, deadline: Deadline) -> None:
         """Layers of blocks on hold, as far as their writers have come."""
+        held, mine, answer = self._ready(request)
+        first, end, sums = request.layers[0], answer.end, answer.sums
+        body = answer.encode()
+        pieces: list[bytes | memoryview] = [encode(frame.op, frame.request, body, sums.size * request.size)]
+        pool = memoryview(self._session.shared.pool_read_only)
+        for layer in range(first, end):  # one after the other: the first bytes leave before the last are looked up
+            starts = held.blocks.offsets[mine] + (layer * held.layer_bytes + request.start)
+            pieces += [pool[start : start + request.size] for start in starts.tolist()]
+            self._stream.send(pieces, deadline)
+            pieces = []
+        if pieces:
+            self._stream.send(pieces, deadline)
+
+    def _ready(self, request: LayersRequest) -> tuple[_Held, NDArray[np.int64], LayersAnswer]:
+        """What there is to say of layers of blocks on hold, and the rows of the hold that have them."""
         held = self._held
         if held is None or (len(request.rows) and int(request.rows.max()) >= len(held.request.keys)):
             raise UsageError("LAYERS of blocks that are not on hold")
@@ -520,16 +619,48 @@ class _Connection:
         found = np.where(here, Found.HERE, np.where(blocks.gone[rows], Found.MISS, Found.UNFINISHED)).astype(np.uint8)
         sums = self._slice_sums(held, mine, first, end, request.start, request.size)
         blocks.require_valid()
-        body = LayersAnswer(end, found, sums).encode()
-        pieces: list[bytes | memoryview] = [encode(frame.op, frame.request, body, sums.size * request.size)]
-        pool = memoryview(self._session.shared.pool_read_only)
-        for layer in range(first, end):  # one after the other: the first bytes leave before the last are looked up
-            starts = blocks.offsets[mine] + (layer * held.layer_bytes + request.start)
-            pieces += [pool[start : start + request.size] for start in starts.tolist()]
-            self._stream.send(pieces, deadline)
-            pieces = []
-        if pieces:
-            self._stream.send(pieces, deadline)
+        return held, mine, LayersAnswer(end, found, sums)
+
+    def _locate(self, frame: Frame, request: LayersRequest, deadline: Deadline) -> None:
+        """Where layers of blocks on hold lie, as far as their writers have come; the client reads them by itself."""
+        if len(request.rows) * max(0, request.layers[1] - request.layers[0]) > LOCATE_SUMS_MAX:
+            raise UsageError(
+                f"{len(request.rows)} blocks of layers {request.layers} at once; at most {LOCATE_SUMS_MAX}"
+            )
+        held, mine, answer = self._ready(request)
+        late = np.flatnonzero(answer.found == Found.UNFINISHED)
+        if len(late):  # who wants whole blocks waits for the SSD, and not for writers
+            probe = self._index(Deadline(SHARD_TIMEOUT_S)).probe(held.request.keys[request.rows[late]])
+            size = held.layers * held.layer_bytes
+            answer.found[late[probe.on_disk(held.request.namespace, size)]] = Found.LATER
+        self._reply(frame, LocateAnswer(answer, held.blocks.offsets[mine]).encode(), deadline)
+
+    def _fabric(self, frame: Frame, body: bytes, deadline: Deadline) -> None:
+        """How one-sided transfers reach the shard, as its fabric worker says itself: one that stands still is not to be
+        touched. This connection's landing space is granted anew.
+        """
+        wanted = decode_json(body).get("landing")
+        sockets = self._port.config.fabric_sockets
+        if not sockets:
+            raise UsageError("this server has no fabric: its setting `fabric` is empty")
+        if not isinstance(wanted, int) or not 0 <= wanted < 1 << 62:
+            raise UsageError(f"landing space of {wanted!r} bytes")
+        fabric_deadline = Deadline(FABRIC_TIMEOUT_S)
+        try:
+            with contextlib.closing(connect_local(sockets[self._shard], fabric_deadline)) as channel:
+                info = FabricInfo.decode(channel.call(Op.FABRIC, b"", fabric_deadline))
+        except Unavailable as error:
+            self._reply(frame, f"the fabric worker: {error}".encode(), deadline, Status.BUSY)
+            return
+        self._give_back_landing()
+        self._grant = grant = self._port.landing[self._shard].grant(wanted)
+        granted = replace(info, landing=info.landing + grant.start, landing_bytes=len(grant.memory))
+        self._reply(frame, granted.encode(), deadline)
+
+    def _give_back_landing(self) -> None:
+        if self._grant is not None:
+            self._port.landing[self._shard].take_back(self._grant)
+            self._grant = None
 
     def _wait_for(self, held: _Held, rows: NDArray[np.int64], layer: int, wait_s: float) -> None:
         """Look how far the writers of these blocks are, until one of them has passed the layer, or it is too late."""
@@ -588,7 +719,8 @@ def _status_of(error: UsageError) -> Status:
 def main() -> None:
     """Entry point of the process."""
     described = read_configuration()
-    described["shard_sockets"] = tuple(described["shard_sockets"])
+    for name in ("shard_sockets", "fabric_sockets", "landing_fds"):
+        described[name] = tuple(described[name])
     config = DataPortConfig(**described)
     listener = socket.socket(fileno=config.listener_fd)
     threading.Thread(target=DataPort(config).serve, args=(listener,), daemon=True).start()

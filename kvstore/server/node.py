@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -16,7 +17,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ from kvstore.server.control import ControlService, serve_control
 from kvstore.server.http import StatusServer
 from kvstore.server.shard.process import TENANT_PATTERN, ShardConfig
 from kvstore.transport.channel import RECEIVE_BUFFER_BYTES, Deadline
+from kvstore.transport.memory import create_segment
+from kvstore.transport.mooncake_engine import engine_problem
 from kvstore.transport.shm import ShardCalls, connect_local
 from kvstore.wire.control import BlockInfo, NodeInfo, ShardInfo, TenantQuota
 from kvstore.wire.frames import Op
@@ -187,6 +190,45 @@ class ShardHandle:
         return Child(f"shard {self.number}", "kvstore.server.shard.process", described)
 
 
+class FabricHandle:
+    """A shard's fabric worker, and the landing space that it shares with the data port workers."""
+
+    def __init__(self, config: ServerConfig, shard: ShardHandle) -> None:
+        self._config = config
+        self._shard = shard
+        self.socket_path = shard.socket_path.with_name(f"{shard.socket_path.stem}-fabric.sock")
+        self.landing_fd = create_segment(
+            f"kvstore-landing-{shard.number}", max(mmap.PAGESIZE, config.landing_bytes_per_worker * config.data_workers)
+        )
+        self.child = self._start()
+
+    def restart(self) -> None:
+        """After its death."""
+        self.child.stop()
+        self.socket_path.unlink(missing_ok=True)
+        self.child = self._start()
+        self.child.wait_ready(READY_TIMEOUT_S)
+
+    def stop(self) -> None:
+        """End the process."""
+        self.child.stop()
+        self.socket_path.unlink(missing_ok=True)
+        os.close(self.landing_fd)
+
+    def _start(self) -> Child:
+        config = self._config
+        described = {
+            "socket_path": str(self.socket_path),
+            "shard_socket": str(self._shard.socket_path),
+            "landing_fd": self.landing_fd,
+            "host": config.fabric_address,
+            "protocol": config.fabric,
+            "device": config.fabric_device,
+        }
+        name = f"fabric worker of shard {self._shard.number}"
+        return Child(name, "kvstore.server.fabric", described, pass_fds=[self.landing_fd])
+
+
 class Node:
     """See the module. `start`, then `wait`, then `stop`."""
 
@@ -200,6 +242,7 @@ class Node:
         self._quota_lock = threading.Lock()
         self._cleanups: list[Callable[[], object]] = []
         self._shards: list[ShardHandle] = []
+        self._fabrics: list[FabricHandle] = []
         self._workers: list[Child] = []
         self.control_port = 0
         self.data_port = 0
@@ -249,6 +292,7 @@ class Node:
             data_host="" if host in {"0.0.0.0", "::", ""} else host,
             data_port=self.data_port,
             shards=tuple(shard.info() for shard in self._shards),
+            fabric=self._config.fabric,
         )
 
     def status(self) -> dict[str, Any]:
@@ -266,8 +310,10 @@ class Node:
             "boot_id": self.boot_id,
             "epoch": self._data_dir.epoch,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
-            "healthy": not down and all(worker.alive for worker in self._workers),
+            "healthy": not down
+            and all(child.alive for child in (*self._workers, *(fabric.child for fabric in self._fabrics))),
             "endpoints": self.endpoints(),
+            "fabric": self._config.fabric,
             "key_algorithm": self._scheme.algorithm,
             "tenants": _tenants(shards, self._data_dir.quotas),
             "shards": shards,
@@ -358,6 +404,8 @@ class Node:
         config = self._config
         if config.gpu:
             require_device(config.gpu)
+        if config.fabric:
+            _warn_of_fabric(config)
         self._data_dir = DataDir(config.data_dir)
         self._cleanups.append(self._data_dir.close)
         seed = config.key_seed if config.key_seed >= 0 else self._data_dir.key_seed
@@ -374,10 +422,16 @@ class Node:
             shard = ShardHandle(number, config, path, self._quotas_per_shard)
             self._cleanups.append(shard.stop)
             self._shards.append(shard)
+        starting = [shard.child for shard in self._shards]
+        if config.fabric:
+            _wait_ready(starting)
+            for shard in self._shards:
+                self._fabrics.append(FabricHandle(config, shard))
+                self._cleanups.append(self._fabrics[-1].stop)
+            starting = [fabric.child for fabric in self._fabrics]
         self._cleanups.append(self._stop_workers)
-        self._workers += [self._start_worker(listener) for _ in range(config.data_workers)]
-        for child in [*(shard.child for shard in self._shards), *self._workers]:
-            child.wait_ready(READY_TIMEOUT_S)
+        self._workers += [self._start_worker(listener, number) for number in range(config.data_workers)]
+        _wait_ready([*starting, *self._workers])
         service = ControlService(self, config.auth_token, self._version)
         server, self.control_port = serve_control(service, config.endpoint(config.control_port))
         self._cleanups.append(lambda: server.stop(grace=CALLS_GRACE_S).wait())
@@ -390,14 +444,20 @@ class Node:
         watcher.start()
         self._cleanups.append(watcher.join)
 
-    def _start_worker(self, listener: socket.socket) -> Child:
+    def _start_worker(self, listener: socket.socket, number: int) -> Child:
+        landing_fds = [fabric.landing_fd for fabric in self._fabrics]
         configuration = {
             "listener_fd": listener.fileno(),
             "boot_id": self.boot_id,
             "token_key": self._token_key.hex(),
             "shard_sockets": [str(shard.socket_path) for shard in self._shards],
+            "fabric_sockets": [str(fabric.socket_path) for fabric in self._fabrics],
+            "landing_fds": landing_fds,
+            "landing_start": number * self._config.landing_bytes_per_worker,
+            "landing_bytes": self._config.landing_bytes_per_worker,
         }
-        return Child("data port worker", "kvstore.server.data_port", configuration, pass_fds=[listener.fileno()])
+        fds = [listener.fileno(), *landing_fds]
+        return Child("data port worker", "kvstore.server.data_port", configuration, pass_fds=fds)
 
     def _stop_workers(self) -> None:
         for worker in self._workers:
@@ -415,11 +475,36 @@ class Node:
                     if not worker.alive:
                         log.error("a data port worker died; starting it again")
                         worker.stop()
-                        self._workers[place] = self._start_worker(listener)
+                        self._workers[place] = self._start_worker(listener, place)
                         self._workers[place].wait_ready(READY_TIMEOUT_S)
+                for fabric in self._fabrics:
+                    if not fabric.child.alive:
+                        log.error("a %s ended; starting it again", fabric.child.name)
+                        fabric.restart()
             except (Unavailable, OSError) as error:
                 log.error("restart failed: %s; trying again", error)
                 self._stopping.wait(RESTART_PAUSE_S)
+
+
+def _wait_ready(children: Sequence[Child]) -> None:
+    for child in children:
+        child.wait_ready(READY_TIMEOUT_S)
+
+
+def _warn_of_fabric(config: ServerConfig) -> None:
+    """Say what is being opened.
+
+    Raises:
+        ConfigError: Mooncake's engine can't be had.
+    """
+    problem = engine_problem()
+    if problem:
+        raise ConfigError(f"fabric={config.fabric!r}: {problem}")
+    log.warning(
+        "fabric=%s: Mooncake's engine listens on all addresses of this host and asks nobody who he is: "
+        "whoever reaches its ports reads every block. Keep them to a trusted network (docs/operating.md)",
+        config.fabric,
+    )
 
 
 def _tenants(shards: list[dict[str, Any]], quotas: dict[str, TenantQuota]) -> list[dict[str, Any]]:

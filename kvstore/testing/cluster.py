@@ -143,6 +143,10 @@ class ServerProcess:
         """Process ids of the shards' disk workers."""
         return self._running_module("disk.process")
 
+    def fabric_pids(self) -> list[int]:
+        """Process ids of the shards' fabric workers."""
+        return self._running_module("server.fabric")
+
     def _running_module(self, module: str) -> list[int]:
         found: list[int] = []
         for pid in _descendants(self.pid):

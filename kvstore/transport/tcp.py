@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -173,12 +173,10 @@ class TcpLink:
         """
         del ttl_s
         namespace = self._opened()
-        memory = np.empty(len(keys) * namespace.block_bytes, dtype=np.uint8)
-        into = Region(memory, np.arange(len(keys), dtype=np.int64) * namespace.block_bytes)
-        held = self.fetch(keys, into, (0, namespace.layers), timeout_s)
-        memory.flags.writeable = False
-        rows = memory.reshape(len(keys), namespace.block_bytes)
-        return CopiedBlocks([row if good else None for row, good in zip(rows, held.tolist(), strict=True)], held)
+        everything = (0, namespace.layers)
+        return CopiedBlocks.read(
+            len(keys), namespace.block_bytes, lambda into: self.fetch(keys, into, everything, timeout_s)
+        )
 
     def layers(self, keys: Keys, wanted: Wanted, into: LayerMemory, ttl_s: float, timeout_s: float) -> TcpLayerSource:
         def damaged(wrong: Keys) -> None:
@@ -390,6 +388,15 @@ class CopiedBlocks:
     def __init__(self, blocks: list[NDArray[np.uint8] | None], held: Mask) -> None:
         self.blocks = blocks
         self.held = held
+
+    @classmethod
+    def read(cls, count: int, block_bytes: int, fetch: Callable[[Region], Mask]) -> CopiedBlocks:
+        """Those blocks that `fetch` fills."""
+        memory = np.empty(count * block_bytes, dtype=np.uint8)
+        held = fetch(Region(memory, np.arange(count, dtype=np.int64) * block_bytes))
+        memory.flags.writeable = False
+        rows = memory.reshape(count, block_bytes)
+        return cls([row if good else None for row, good in zip(rows, held.tolist(), strict=True)], held)
 
     def valid(self) -> bool:
         return True

@@ -44,6 +44,7 @@ class NodeInfo:
     data_host: str
     data_port: int
     shards: tuple[ShardInfo, ...]
+    fabric: str = ""  # protocol of its one-sided transfers; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ class ControlClient:
                 ShardInfo(shard.number, shard.boot_id, shard.socket_path, shard.pool_bytes, shard.block_bytes_max)
                 for shard in reply.shards
             ),
+            fabric=reply.fabric,
         )
 
     def stats(self) -> dict[str, Any]:

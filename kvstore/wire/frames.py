@@ -59,6 +59,9 @@ class Op(IntEnum):
     QUOTAS = 22  # local socket, from the node: what each tenant may have
     HOLD = 23  # data port: keep blocks where they are, unfinished ones too, in place of those before; for LAYERS
     WRITE_LAYER = 24  # data port: the payload of one layer of reserved blocks in, watermark on
+    FABRIC = 25  # data port: how one-sided transfers reach the shard's memory; landing space for this connection
+    LOCATE = 26  # data port: as LAYERS, but where the blocks lie instead of their payload
+    LANDED = 27  # data port: layers of reserved blocks lie in this connection's landing space: take them
     LAYERS = 30  # data port: the payload of some layers of blocks on hold out, layer by layer
 
 

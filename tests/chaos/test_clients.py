@@ -12,17 +12,21 @@ import pytest
 import kvstore
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
+from kvstore.transport.mooncake_engine import engine_problem
 from tests.chaos.blocks import SMALL, has_all, keys_of, put_all, same
 from tests.chaos.processes import Puppet
 from tests.chaos.sight import Holdings, descriptors, gauges
+from tests.transport.fabrics import needs_mooncake
 
 CLIENTS = 50
-TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp"])
+FABRIC = "" if engine_problem() else "tcp"
+TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "tcp", pytest.param("mooncake", marks=needs_mooncake)])
+QUICK = pytest.mark.parametrize("transport", ["shm", "tcp"])  # a link over Mooncake starts a process first
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(dram="16MiB") as server:
+    with ServerProcess(dram="16MiB", fabric=FABRIC) as server:
         yield server
 
 
@@ -67,7 +71,7 @@ def test_what_a_killed_reader_held_is_given_back(server: ServerProcess) -> None:
 
 @TRANSPORTS
 def test_a_fork_gets_connections_of_its_own_and_its_parent_goes_on_undisturbed(transport: str) -> None:
-    with ServerProcess(dram="16MiB") as server:
+    with ServerProcess(dram="16MiB", fabric=FABRIC) as server:
         kvstore.connect(server.address, namespace=SMALL, transport="tcp").close()  # now the worker has mapped its shard
         held = Holdings(server)
         with Puppet("parent", address=server.address, transport=transport) as parent:
@@ -75,10 +79,10 @@ def test_a_fork_gets_connections_of_its_own_and_its_parent_goes_on_undisturbed(t
         held.are_back()
 
 
-@TRANSPORTS
+@QUICK
 def test_a_fork_while_the_server_is_down_reads_misses_and_finds_the_successor(transport: str) -> None:
     with (
-        ServerProcess(dram="16MiB") as server,
+        ServerProcess(dram="16MiB", fabric=FABRIC) as server,
         Puppet("forker", address=server.address, transport=transport) as forker,
     ):
         assert forker.hear() == "ready"

@@ -211,7 +211,7 @@ def test_what_is_no_batch_of_keys_is_refused_by_every_call(keys: Any, client: kv
 
 
 def test_an_unknown_transport_is_refused(store: ServerProcess) -> None:
-    with one_line(ConfigError, "transport='rdma'", "auto, shm, tcp"):
+    with one_line(ConfigError, "transport='rdma'", "auto, shm, mooncake, tcp"):
         kvstore.connect(store.address, namespace=space(), transport="rdma")
 
 

@@ -150,6 +150,11 @@ def test_a_wrong_value_in_a_variable_is_named_by_the_variable(capsys: Capture, m
             ["--control-port", "9", "--http-port", "9"],
             "control_port, data_port and http_port must differ: [9, 7401, 9]",
         ),
+        (["--fabric", "1"], "fabric='1': allowed is one of tcp, rdma, or empty for off"),
+        (
+            ["--fabric", "tcp", "--host", "0.0.0.0"],
+            "fabric_host='': name the IPv4 address that clients reach; host='0.0.0.0' is none",
+        ),
         (["--policy", "mru"], "policy='mru': allowed is one of reuse, lru, s3fifo"),
         (["--key-seed", "-2"], "key_seed=-2: allowed is -1 (random) or 0 to 2**64 - 1"),
         (["--key-algorithm", "md5"], "key_algorithm: algorithm='md5': allowed is one of xxh3-128, blake3"),

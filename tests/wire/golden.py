@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstore.core.keys import KEY_DTYPE
 from kvstore.wire._pb import control_pb2 as pb
+from kvstore.wire.fabric import LANDED_ROW, FabricInfo, LandedRequest, LocateAnswer
 from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Op, Status, encode
 from kvstore.wire.messages import (
     FETCH_ROW,
@@ -28,6 +29,7 @@ from kvstore.wire.messages import (
 KEYS = np.array([(0x0102030405060708, 0x1112131415161718, 0x2122232425262728), (1, 2, 3)], dtype=KEY_DTYPE)
 REFS = np.array([(7, 0x3132333435363738), (8, 9)], dtype=REF)
 ROWS = np.array([0, 5], dtype=np.uint32)
+LANDED = np.array([(7, 0x3132333435363738, 0), (8, 9, 512)], dtype=LANDED_ROW)
 LEASES = np.array([5, 6], dtype=np.uint64)
 
 
@@ -61,6 +63,14 @@ def frames() -> dict[str, bytes]:
         "LAYERS answer": encode(
             Op.LAYERS, 30, LayersAnswer(2, np.array([1, 3], np.uint8), np.array([[77]], np.uint64)).encode(), 256
         ),
+        "FABRIC answer": encode(Op.FABRIC, 25, FabricInfo("tcp", "10.0.0.7:15000", 4096, 8192, 1 << 20).encode()),
+        "LOCATE answer": encode(
+            Op.LOCATE,
+            26,
+            LocateAnswer(
+                LayersAnswer(2, np.array([1, 3], np.uint8), np.array([[77]], np.uint64)), np.array([4096])
+            ).encode(),
+        ),
         "refusal": encode(Op.RESERVE, 5, b"why", status=Status.NAMESPACE_MISMATCH),
     }
     requests = {
@@ -84,6 +94,9 @@ def frames() -> dict[str, bytes]:
         Op.PROMOTE: keys.encode(),
         Op.HOLD: KeyRequest(namespace=3, keys=KEYS, ttl_ms=10_000).encode(),
         Op.LAYERS: LayersRequest(ROWS, layers=(1, 3), start=128, size=256, wait_ms=20).encode(),
+        Op.FABRIC: encode_json({"landing": 1 << 20}),
+        Op.LOCATE: LayersRequest(ROWS, layers=(1, 3), start=128, size=256, wait_ms=20).encode(),
+        Op.LANDED: LandedRequest(3, (1, 2), LANDED, np.array([[77], [78]], np.uint64), True, 30_000).encode(),
         Op.QUOTAS: encode_json({"default": [8, 4, 0, 0]}),
     }
     named = {op.name: encode(op, op, body) for op, body in requests.items()}
@@ -113,6 +126,7 @@ def controls() -> dict[str, bytes]:
             data_host="h",
             data_port=7401,
             shards=[shard],
+            fabric="tcp",
         ),
         pb.StatsRequest(),
         pb.StatsReply(json="{}"),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore/wire/_pb/control.proto\x12\nkvstore.v1\"8\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\xf0\x01\n\nHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x15\n\rkey_algorithm\x18\x06 \x01(\t\x12\x10\n\x08key_seed\x18\x07 \x01(\x04\x12\r\n\x05token\x18\x08 \x01(\t\x12\x11\n\tdata_host\x18\t \x01(\t\x12\x11\n\tdata_port\x18\n \x01(\r\x12!\n\x06shards\x18\x0b \x03(\x0b\x32\x11.kvstore.v1.Shard\"j\n\x05Shard\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x13\n\x0bsocket_path\x18\x03 \x01(\t\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x62lock_bytes_max\x18\x05 \x01(\x04\"\x0e\n\x0cStatsRequest\"\x1a\n\nStatsReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1b\n\x0bKeysRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"3\n\nQueryReply\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.BlockInfo\"S\n\tBlockInfo\x12\r\n\x05shard\x18\x01 \x01(\x05\x12\r\n\x05state\x18\x02 \x01(\r\x12\x14\n\x0clayers_ready\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"&\n\nPinRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\n\n\x02on\x18\x02 \x01(\x08\"5\n\x0c\x46lushRequest\x12\x18\n\x10namespace_digest\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"n\n\x0cQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ndram_limit\x18\x02 \x01(\x04\x12\x12\n\ndram_share\x18\x03 \x01(\x04\x12\x12\n\ndisk_limit\x18\x04 \x01(\x04\x12\x12\n\ndisk_share\x18\x05 \x01(\x04\"\x0c\n\nQuotaReply\"\x1c\n\nCountReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x32\xa4\x03\n\x07\x43ontrol\x12\x39\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x16.kvstore.v1.HelloReply\x12\x39\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x16.kvstore.v1.StatsReply\x12\x38\n\x05Query\x12\x17.kvstore.v1.KeysRequest\x1a\x16.kvstore.v1.QueryReply\x12\x35\n\x03Pin\x12\x16.kvstore.v1.PinRequest\x1a\x16.kvstore.v1.CountReply\x12\x39\n\x06\x44\x65lete\x12\x17.kvstore.v1.KeysRequest\x1a\x16.kvstore.v1.CountReply\x12\x39\n\x05\x46lush\x12\x18.kvstore.v1.FlushRequest\x1a\x16.kvstore.v1.CountReply\x12<\n\x08SetQuota\x12\x18.kvstore.v1.QuotaRequest\x1a\x16.kvstore.v1.QuotaReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvstore/wire/_pb/control.proto\x12\nkvstore.v1\"8\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\"\x80\x02\n\nHelloReply\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eserver_version\x18\x02 \x01(\t\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x15\n\rkey_algorithm\x18\x06 \x01(\t\x12\x10\n\x08key_seed\x18\x07 \x01(\x04\x12\r\n\x05token\x18\x08 \x01(\t\x12\x11\n\tdata_host\x18\t \x01(\t\x12\x11\n\tdata_port\x18\n \x01(\r\x12!\n\x06shards\x18\x0b \x03(\x0b\x32\x11.kvstore.v1.Shard\x12\x0e\n\x06\x66\x61\x62ric\x18\x0c \x01(\t\"j\n\x05Shard\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x13\n\x0bsocket_path\x18\x03 \x01(\t\x12\x12\n\npool_bytes\x18\x04 \x01(\x04\x12\x17\n\x0f\x62lock_bytes_max\x18\x05 \x01(\x04\"\x0e\n\x0cStatsRequest\"\x1a\n\nStatsReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1b\n\x0bKeysRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"3\n\nQueryReply\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.BlockInfo\"S\n\tBlockInfo\x12\r\n\x05shard\x18\x01 \x01(\x05\x12\r\n\x05state\x18\x02 \x01(\r\x12\x14\n\x0clayers_ready\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\"&\n\nPinRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\n\n\x02on\x18\x02 \x01(\x08\"5\n\x0c\x46lushRequest\x12\x18\n\x10namespace_digest\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\"n\n\x0cQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\ndram_limit\x18\x02 \x01(\x04\x12\x12\n\ndram_share\x18\x03 \x01(\x04\x12\x12\n\ndisk_limit\x18\x04 \x01(\x04\x12\x12\n\ndisk_share\x18\x05 \x01(\x04\"\x0c\n\nQuotaReply\"\x1c\n\nCountReply\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x32\xa4\x03\n\x07\x43ontrol\x12\x39\n\x05Hello\x12\x18.kvstore.v1.HelloRequest\x1a\x16.kvstore.v1.HelloReply\x12\x39\n\x05Stats\x12\x18.kvstore.v1.StatsRequest\x1a\x16.kvstore.v1.StatsReply\x12\x38\n\x05Query\x12\x17.kvstore.v1.KeysRequest\x1a\x16.kvstore.v1.QueryReply\x12\x35\n\x03Pin\x12\x16.kvstore.v1.PinRequest\x1a\x16.kvstore.v1.CountReply\x12\x39\n\x06\x44\x65lete\x12\x17.kvstore.v1.KeysRequest\x1a\x16.kvstore.v1.CountReply\x12\x39\n\x05\x46lush\x12\x18.kvstore.v1.FlushRequest\x1a\x16.kvstore.v1.CountReply\x12<\n\x08SetQuota\x12\x18.kvstore.v1.QuotaRequest\x1a\x16.kvstore.v1.QuotaReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLOREQUEST']._serialized_start=46
   _globals['_HELLOREQUEST']._serialized_end=102
   _globals['_HELLOREPLY']._serialized_start=105
-  _globals['_HELLOREPLY']._serialized_end=345
-  _globals['_SHARD']._serialized_start=347
-  _globals['_SHARD']._serialized_end=453
-  _globals['_STATSREQUEST']._serialized_start=455
-  _globals['_STATSREQUEST']._serialized_end=469
-  _globals['_STATSREPLY']._serialized_start=471
-  _globals['_STATSREPLY']._serialized_end=497
-  _globals['_KEYSREQUEST']._serialized_start=499
-  _globals['_KEYSREQUEST']._serialized_end=526
-  _globals['_QUERYREPLY']._serialized_start=528
-  _globals['_QUERYREPLY']._serialized_end=579
-  _globals['_BLOCKINFO']._serialized_start=581
-  _globals['_BLOCKINFO']._serialized_end=664
-  _globals['_PINREQUEST']._serialized_start=666
-  _globals['_PINREQUEST']._serialized_end=704
-  _globals['_FLUSHREQUEST']._serialized_start=706
-  _globals['_FLUSHREQUEST']._serialized_end=759
-  _globals['_QUOTAREQUEST']._serialized_start=761
-  _globals['_QUOTAREQUEST']._serialized_end=871
-  _globals['_QUOTAREPLY']._serialized_start=873
-  _globals['_QUOTAREPLY']._serialized_end=885
-  _globals['_COUNTREPLY']._serialized_start=887
-  _globals['_COUNTREPLY']._serialized_end=915
-  _globals['_CONTROL']._serialized_start=918
-  _globals['_CONTROL']._serialized_end=1338
+  _globals['_HELLOREPLY']._serialized_end=361
+  _globals['_SHARD']._serialized_start=363
+  _globals['_SHARD']._serialized_end=469
+  _globals['_STATSREQUEST']._serialized_start=471
+  _globals['_STATSREQUEST']._serialized_end=485
+  _globals['_STATSREPLY']._serialized_start=487
+  _globals['_STATSREPLY']._serialized_end=513
+  _globals['_KEYSREQUEST']._serialized_start=515
+  _globals['_KEYSREQUEST']._serialized_end=542
+  _globals['_QUERYREPLY']._serialized_start=544
+  _globals['_QUERYREPLY']._serialized_end=595
+  _globals['_BLOCKINFO']._serialized_start=597
+  _globals['_BLOCKINFO']._serialized_end=680
+  _globals['_PINREQUEST']._serialized_start=682
+  _globals['_PINREQUEST']._serialized_end=720
+  _globals['_FLUSHREQUEST']._serialized_start=722
+  _globals['_FLUSHREQUEST']._serialized_end=775
+  _globals['_QUOTAREQUEST']._serialized_start=777
+  _globals['_QUOTAREQUEST']._serialized_end=887
+  _globals['_QUOTAREPLY']._serialized_start=889
+  _globals['_QUOTAREPLY']._serialized_end=901
+  _globals['_COUNTREPLY']._serialized_start=903
+  _globals['_COUNTREPLY']._serialized_end=931
+  _globals['_CONTROL']._serialized_start=934
+  _globals['_CONTROL']._serialized_end=1354
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("protocol_version", "server_version", "node_id", "boot_id", "epoch", "key_algorithm", "key_seed", "token", "data_host", "data_port", "shards")
+    __slots__ = ("protocol_version", "server_version", "node_id", "boot_id", "epoch", "key_algorithm", "key_seed", "token", "data_host", "data_port", "shards", "fabric")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class HelloReply(_message.Message):
     DATA_HOST_FIELD_NUMBER: _ClassVar[int]
     DATA_PORT_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    FABRIC_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     server_version: str
     node_id: str
@@ -38,7 +39,8 @@ class HelloReply(_message.Message):
     data_host: str
     data_port: int
     shards: _containers.RepeatedCompositeFieldContainer[Shard]
-    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., key_algorithm: _Optional[str] = ..., key_seed: _Optional[int] = ..., token: _Optional[str] = ..., data_host: _Optional[str] = ..., data_port: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ...) -> None: ...
+    fabric: str
+    def __init__(self, protocol_version: _Optional[int] = ..., server_version: _Optional[str] = ..., node_id: _Optional[str] = ..., boot_id: _Optional[str] = ..., epoch: _Optional[int] = ..., key_algorithm: _Optional[str] = ..., key_seed: _Optional[int] = ..., token: _Optional[str] = ..., data_host: _Optional[str] = ..., data_port: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[Shard, _Mapping]]] = ..., fabric: _Optional[str] = ...) -> None: ...
 
 class Shard(_message.Message):
     __slots__ = ("number", "boot_id", "socket_path", "pool_bytes", "block_bytes_max")
