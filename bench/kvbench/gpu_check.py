@@ -16,7 +16,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 NO_DEVICE = 3
 COPY_TIMEOUT_S = 60.0
 HOT_TIMEOUT_S = 60.0
+STREAM_LAYERS = 8  # that blocks are divided into for layer streams
 _GIB = 1 << 30
 
 I64 = NDArray[np.int64]
@@ -192,7 +193,7 @@ def measure(plan: Plan) -> list[GpuRow]:
     link = Link(device, plan.link_bytes)
     try:
         rows = measure_copies(plan, device, link)
-        return rows + measure_store(plan, device, link)
+        return rows + measure_store(plan, device, link) + measure_streams(plan, device, link)
     finally:
         link.close()
         device.close()
@@ -283,6 +284,61 @@ def _measure_client(
         require(_all_near(client, get, plan.blocks), f"{what}: blocks came from DRAM")
     device.free(memory)
     return [*rows, row(plan, what, samples)]
+
+
+def measure_streams(plan: Plan, device: Device, link: Link) -> list[GpuRow]:
+    """Layer streams into tensors of one layer each, from the pool and over loopback."""
+    require(
+        plan.block_bytes % STREAM_LAYERS == 0, f"a block of {plan.block_bytes} bytes can't have {STREAM_LAYERS} layers"
+    )
+    space = kvstore.Namespace(
+        model="gpu-check-streams",
+        revision="1",
+        dtype="uint8",
+        block_tokens=1,
+        layout=kvstore.OpaqueLayout("t", STREAM_LAYERS, plan.block_bytes // STREAM_LAYERS),
+    )
+    rows: list[GpuRow] = []
+    with ServerProcess(dram=format_size(max(8 * plan.nbytes, 256 << 20))) as server:
+        server.wait_warm()
+        for transport, where in (("shm", "from DRAM"), ("tcp", "over loopback TCP")):
+            with kvstore.connect(
+                server.address, namespace=space, device=device, transport=transport, timeout_s=COPY_TIMEOUT_S
+            ) as client:
+                rows.append(_measure_stream(plan, device, link, server, client, f"layer stream {where}"))
+    return rows
+
+
+def _measure_stream(
+    plan: Plan, device: Device, link: Link, server: ServerProcess, client: kvstore.Client, what: str
+) -> GpuRow:
+    layer_bytes = plan.block_bytes // STREAM_LAYERS
+    shape = (plan.blocks, STREAM_LAYERS, layer_bytes)
+    data = np.random.default_rng(3).integers(0, 256, shape, dtype=np.uint8)
+    keys = client.keys(np.arange(plan.blocks))
+    client.delete(keys)
+    with kvstore.connect(server.address, namespace=client.namespace) as writer:
+        require(writer.put(keys, data).stored == plan.blocks, f"{what}: blocks were refused")
+    memory = device.allocate(plan.nbytes)
+    nothing = np.zeros(plan.nbytes, dtype=np.uint8)
+    zero = np.zeros(1, dtype=np.int64)
+    finish(device, memory, host_memory(nothing), Copies(zero, zero, np.array([plan.nbytes])))
+    each = plan.nbytes // STREAM_LAYERS
+    tensors = [
+        device.array(replace(memory, address=memory.address + layer * each, nbytes=each), (plan.blocks, layer_bytes))
+        for layer in range(STREAM_LAYERS)
+    ]
+
+    def receive() -> None:
+        with client.layer_stream(keys, tensors) as stream:
+            for layer in stream.layers:
+                require(bool(stream.wait(layer).all()), f"{what}: blocks are missing")
+
+    samples = alternate(lambda _: timed(receive), link.to_device, seconds=plan.seconds)
+    got = contents(device, memory, plan).reshape(STREAM_LAYERS, plan.blocks, layer_bytes)
+    require_equal(what, got, np.ascontiguousarray(data.transpose(1, 0, 2)))
+    device.free(memory)
+    return row(plan, what, samples)
 
 
 def _all_near(client: kvstore.Client, get: Callable[[int], float], blocks: int) -> bool:

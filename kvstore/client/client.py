@@ -23,11 +23,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from kvstore.client.arena import ArenaPool
 from kvstore.client.crew import Crew
+from kvstore.client.landing import Landing
+from kvstore.client.layer_memory import Shape, device_layers, layer_memory
 from kvstore.client.nodes import LinkOptions, NodeLinks, agree
 from kvstore.client.planning import Hit, Planner
 from kvstore.client.results import Fetched, GetResult, Lookup, Mask, PutResult, leading
-from kvstore.client.staging import Staging
-from kvstore.client.streams import LayerStream, PublishStream, layer_memory
+from kvstore.client.staging import Staging, StagingMemory
+from kvstore.client.streams import LayerStream, PublishStream
 from kvstore.cluster.membership import Membership, StaticMembership
 from kvstore.cluster.placement import place
 from kvstore.core.errors import DeadlineExceeded, KvStoreError, LeaseExpired, ProtocolError, Unavailable, UsageError
@@ -256,6 +258,7 @@ class Client:
         heads: tuple[int, int] | None = None,
         slots: object = None,
         ttl_s: float = 10.0,
+        stream: int | None = None,
     ) -> LayerStream:
         """Have blocks arrive layer by layer, in order, while the caller computes; blocks that are still being written
         too: their layers come as their writer publishes them.
@@ -268,24 +271,26 @@ class Client:
             heads: half-open range of KV heads; all unless given. Canonical layouts only.
             slots: which slice of each layer's buffer each block goes to, shape (n,).
             ttl_s: the blocks are held for so long, again and again, while the stream lasts.
+            stream: of the engine (`torch.cuda.current_stream().cuda_stream`), where `into` is used on another one than
+            the default stream or the one that the object names. Host memory has none.
+
+        With a device, `into` may be tensors of it. Copies start after what is on the engine's stream by now, and what
+        is put there after a `wait` starts after that layer's copies. The end of the stream waits for all of them.
 
         Raises:
             LayoutMismatch, UsageError: the memory does not fit, or a range is outside; nothing was copied.
+            DeviceError: the device failed.
         """
         chosen = self._layers(layers)
         wanted = Wanted(*chosen, *self._heads(heads))
         count = _count(keys)
         _require_ttl(ttl_s)
-        memory = layer_memory(
-            into,
-            slots,
-            count=count,
-            layers=chosen[1] - chosen[0],
-            size=wanted.size,
-            dtype=self._namespace.dtype,
-            name="into",
-            writable=True,
-        )
+        shape = Shape(count, chosen[1] - chosen[0], wanted.size, self._namespace.dtype)
+        landing = self._landing(into, slots, shape, stream)
+        if landing is None:
+            memory = layer_memory(into, slots, shape, name="into", writable=True)
+        else:
+            memory = landing.memory
         parts: list[tuple[I64, LayerSource]] = []
         links: list[ShardLink] = []
 
@@ -298,16 +303,23 @@ class Client:
         except BaseException:  # Ctrl-C too: what is held by now has no stream that would let go of it
             for _, source in parts:
                 source.close()
+            if landing is not None:
+                landing.close(None, self._options.timeout_s)
             raise
         size = wanted.layers * wanted.size
 
         def complete(number: int, seconds: float, waited: bool) -> None:
             rows, transport = parts[number][0], links[number].transport
             self._planner.observe_fetch(
-                transport, keys.array["lo"][rows], len(rows) * size, seconds, to_device=False, waited=waited
+                transport,
+                keys.array["lo"][rows],
+                len(rows) * size,
+                seconds,
+                to_device=landing is not None,
+                waited=waited,
             )
 
-        stream = LayerStream(
+        arriving = LayerStream(
             parts,
             chosen,
             count,
@@ -315,9 +327,10 @@ class Client:
             lost=lambda number: self._drop(links[number]),
             complete=complete,
             crew=self._crew,
+            landing=landing,
         )
-        self._views.add(stream)
-        return stream
+        self._views.add(arriving)
+        return arriving
 
     def prefetch(self, keys: BlockKeys) -> int:
         """Say that these blocks will be wanted soon: they count as used now. How many are there."""
@@ -378,7 +391,7 @@ class Client:
                 with contextlib.suppress(KvStoreError):
                     sink.abort(self._options.timeout_s)
             raise
-        return PublishStream(self._namespace, statuses, parts, self._options.timeout_s)
+        return PublishStream(self._namespace, statuses, parts, self._options.timeout_s, self._staging_memory)
 
     def delete(self, keys: BlockKeys) -> int:
         """Remove blocks; how many were there."""
@@ -423,8 +436,8 @@ class Client:
         if self._threads is not None:
             self._threads.shutdown(wait=False)
         self._crew.close()
-        if self._staging is not None:
-            self._staging.close()
+        if self._staging_memory is not None:
+            self._staging_memory.close()
         if self._options.device is not None and self._owns_device:
             self._options.device.close()
 
@@ -441,13 +454,15 @@ class Client:
         self._closed = threading.Event()
         self._kick = threading.Event()
         self._arenas = ArenaPool()
+        device = self._options.device
         self._planner = Planner(
             layers=self._namespace.layers,
             block_bytes=self._namespace.block_bytes,
             block_tokens=self._namespace.block_tokens,
-            to_device=self._options.device is not None,
+            to_device=device is not None,
         )
-        self._staging = None if self._options.device is None else Staging(self._options.device)
+        self._staging_memory = None if device is None else StagingMemory(device)
+        self._staging = None if self._staging_memory is None else Staging(self._staging_memory)
         self._threads: ThreadPoolExecutor | None = None
         self._crew = Crew("kvstore-layers")
         self._views: weakref.WeakSet[View | LayerStream] = weakref.WeakSet()
@@ -671,6 +686,19 @@ class Client:
     def _staged(self) -> Staging:
         assert self._staging is not None, "blocks in device memory come with a device"
         return self._staging
+
+    def _landing(self, into: object, slots: object, shape: Shape, stream: int | None) -> Landing | None:
+        """The way into `into`, where that is device memory."""
+        if stream is not None and (not isinstance(stream, int) or stream < 0):
+            raise UsageError(f"stream={stream!r}: allowed is a CUDA stream's handle, an integer")
+        staging, target = self._staging_memory, None
+        if staging is not None:
+            target = device_layers(staging.device, into, slots, shape, name="into", stream=stream, writable=True)
+        if staging is not None and target is not None:
+            return Landing(staging, target, shape.size)
+        if stream is not None:
+            raise UsageError(f"stream={stream}: goes with tensors of the client's device")
+        return None
 
     def _blocks(
         self, value: object, offsets: object, count: int, size: int, name: str, *, writable: bool

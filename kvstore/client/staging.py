@@ -1,7 +1,8 @@
 """The way between a device and a store that can't be reached from it directly: through host memory of our own.
 
-What is put always goes this way (`kvstore.transport.device_side` says why), and what is read over TCP, or checked. The
-memory is registered with the device, so the device's half of the way runs at the link's speed.
+What is put always goes this way (`kvstore.transport.device_side` says why), and what is read over TCP, or checked, or
+layer by layer (`landing`). The memory is registered with the device, so the device's half of the way runs at the link's
+speed.
 """
 
 from __future__ import annotations
@@ -22,24 +23,86 @@ from kvstore.transport.device_blocks import DeviceBlocks
 from kvstore.transport.memory import prefault, private_arena
 
 I64 = NDArray[np.int64]
+U8 = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 
 log = logging.getLogger("kvstore")
 
 STAGING_BYTES = 64 << 20  # or one block, where that is larger; what needs more goes in turns
+_IDLE_MAX = 2  # pieces of it that nobody uses just now
 
 
-class Staging:
-    """See the module. Threads may share it: they go in turns, each within its deadline.
+class StagingMemory:
+    """Host memory registered with a device, handed out and used again: to register it takes longer than to fill it.
+    Threads may share it.
 
     Args:
         device: the client's.
     """
 
     def __init__(self, device: Device) -> None:
-        self._device = device
+        self.device = device
+        self._lock = threading.Lock()
+        self._idle: list[U8] = []
+        self._open = True
+
+    def take(self, size_bytes: int) -> U8:
+        """At least that many bytes, content undefined, until `give_back` or `keep`."""
+        with self._lock:
+            found = next((memory for memory in self._idle if len(memory) >= size_bytes), None)
+            if found is not None:
+                self._idle = [memory for memory in self._idle if memory is not found]
+                return found
+        fresh = private_arena(max(size_bytes, STAGING_BYTES))
+        prefault(fresh)
+        try:
+            self.device.register(host_memory(fresh))
+        except DeviceError as error:
+            log.warning("staging memory is not registered with the device, copies are slower: %s", error)
+        return fresh
+
+    def give_back(self, memory: U8) -> None:
+        """No copy names it any more."""
+        with self._lock:
+            if self._open:
+                self._idle.append(memory)
+                self._idle.sort(key=len)
+            surplus = self._idle[:-_IDLE_MAX] if self._open else [memory]
+            self._idle = self._idle[-_IDLE_MAX:]
+        for smaller in surplus:
+            self._drop(smaller)
+
+    def keep(self, memory: U8) -> None:
+        """A copy may go on in it: nobody gets it again, and it stays registered and mapped."""
+        _kept.append(memory)
+
+    def close(self) -> None:
+        """Let go of what is idle now, and of the rest as it comes back."""
+        with self._lock:
+            self._open = False
+            idle, self._idle = self._idle, []
+        for memory in idle:
+            self._drop(memory)
+
+    def _drop(self, memory: U8) -> None:
+        try:
+            self.device.unregister(host_memory(memory))
+        except DeviceError:  # the device is closed, or broken
+            self.keep(memory)
+
+
+class Staging:
+    """See the module. Threads may share it: they go in turns, each within its deadline.
+
+    Args:
+        memory: of the client's device.
+    """
+
+    def __init__(self, memory: StagingMemory) -> None:
+        self._device = memory.device
+        self._staging = memory
         self._using = threading.Lock()
-        self._memory: NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+        self._memory: U8 = np.zeros(0, dtype=np.uint8)  # of whose turn it is
 
     def send(
         self, blocks: DeviceBlocks, size_bytes: int, deadline: Deadline, use: Callable[[I64, Region], None]
@@ -75,11 +138,6 @@ class Staging:
                 filled[rows] = good
         return filled
 
-    def close(self) -> None:
-        """Let go of the memory, once nobody's turn is on."""
-        with self._using:
-            self._drop()
-
     @contextlib.contextmanager
     def _turn(self, size_bytes: int, deadline: Deadline) -> Iterator[int]:
         """The memory is ours: how many blocks of that size fit; 0 when others had it until the deadline."""
@@ -87,39 +145,22 @@ class Staging:
             yield 0
             return
         try:
-            self._reach(size_bytes)
+            self._memory = self._staging.take(size_bytes)
             yield len(self._memory) // size_bytes
         finally:
+            if len(self._memory):
+                self._staging.give_back(self._memory)
+            self._memory = np.zeros(0, dtype=np.uint8)
             self._using.release()
 
     def _region(self, rows: I64, size_bytes: int) -> Region:
         return Region(self._memory, (rows - rows[0]) * size_bytes)
 
-    def _reach(self, size_bytes: int) -> None:
-        if len(self._memory) >= size_bytes:
-            return
-        self._drop()
-        self._memory = private_arena(max(size_bytes, STAGING_BYTES))
-        prefault(self._memory)
-        try:
-            self._device.register(host_memory(self._memory))
-        except DeviceError as error:
-            log.warning("staging memory is not registered with the device, copies are slower: %s", error)
-
-    def _drop(self) -> None:
-        if len(self._memory):
-            try:
-                self._device.unregister(host_memory(self._memory))
-            except DeviceError:  # the device is closed, or broken
-                _kept.append(self._memory)
-            self._memory = np.zeros(0, dtype=np.uint8)
-
     def _copy(self, target: Memory, source: Memory, copies: Copies, deadline: Deadline) -> None:
         try:
             self._device.copy(target, source, copies).wait(max(deadline.left_s(), COPY_WAIT_S_MIN))
-        except DeviceError:
-            # The copy may go on: nobody gets this memory again, and it stays registered and mapped.
-            _kept.append(self._memory)
+        except BaseException:  # Ctrl-C too: the copy goes on
+            self._staging.keep(self._memory)
             self._memory = np.zeros(0, dtype=np.uint8)
             raise
 
@@ -132,4 +173,4 @@ def _parts(count: int, step: int, deadline: Deadline) -> Iterator[I64]:
         yield np.arange(first, min(first + step, count))
 
 
-_kept: list[NDArray[np.uint8]] = []  # for as long as the process lives: a device may still use it
+_kept: list[U8] = []  # for as long as the process lives: a device may still use it

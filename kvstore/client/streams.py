@@ -7,24 +7,29 @@ whose step is next, and who takes it.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.client.crew import Crew
+from kvstore.client.landing import Landing, lifted
+from kvstore.client.layer_memory import Shape, device_layers, layer_memory
 from kvstore.client.results import Mask, PutResult
-from kvstore.core.errors import LayoutMismatch, ProtocolError, StreamClosed, Unavailable, UsageError
+from kvstore.client.staging import StagingMemory
+from kvstore.core.errors import DeviceError, ProtocolError, StreamClosed, Unavailable, UsageError
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
+from kvstore.device.base import COPY_WAIT_S_MIN
 from kvstore.transport.base import LayerSink, LayerSource
-from kvstore.transport.buffers import LayerMemory, as_bytes
+from kvstore.transport.buffers import LayerMemory
 from kvstore.transport.channel import Deadline
 
 I64 = NDArray[np.int64]
@@ -36,80 +41,15 @@ COMPUTES_S = 0.0002  # a caller that stays away for so long between two waits co
 RESUME_S = 0.004  # after so long the thread looks whether a caller that only collected does so no more
 
 
-def layer_memory(
-    value: object,
-    slots: object,
-    *,
-    count: int,
-    layers: int,
-    size: int,
-    dtype: str,
-    name: str,
-    writable: bool,
-) -> LayerMemory:
-    """What the caller handed in as memory for `layers` layers of `count` blocks, `size` bytes a slice.
-
-    Args:
-        value: one buffer that holds block after block, each with its layers; or a sequence of one buffer a layer.
-        slots: with one buffer a layer, which slice of it each block has, shape (count,); 0, 1, ... unless given.
-        count: blocks.
-        layers: of each block.
-        size: bytes of a slice.
-        dtype: the namespace's.
-        name: of the argument, for messages.
-        writable: whether it is written to.
-
-    Raises:
-        LayoutMismatch: wrong size or dtype, not contiguous, or not one buffer a layer.
-        UsageError: no buffer, or slots that reach outside or are named twice.
-    """
-    if not isinstance(value, (list, tuple)):
-        if slots is not None:
-            raise UsageError(f"{name}: slots= goes with one buffer a layer")
-        memory, keep = as_bytes(value, name, dtype, writable=writable)
-        if len(memory) != count * layers * size:
-            raise LayoutMismatch(f"{name}: {len(memory)} bytes for {count} blocks of {layers} layers of {size} bytes")
-        offsets = np.arange(count, dtype=np.int64) * (layers * size)
-        return LayerMemory((memory,) * layers, tuple(range(0, layers * size, size)), offsets, gapless=True, keep=keep)
-    buffers = cast("Sequence[object]", value)
-    if len(buffers) != layers:
-        raise LayoutMismatch(f"{name}: {len(buffers)} buffers for {layers} layers")
-    offsets = _slots(slots, count, name) * size
-    memories: list[NDArray[np.uint8]] = []
-    owners: list[object] = []
-    for layer, buffer in enumerate(buffers):
-        memory, keep = as_bytes(buffer, f"{name}[{layer}]", dtype, writable=writable)
-        if slots is None and len(memory) != count * size:
-            raise LayoutMismatch(f"{name}[{layer}]: {len(memory)} bytes for {count} slices of {size} bytes")
-        if count and int(offsets.max()) + size > len(memory):
-            raise UsageError(
-                f"{name}[{layer}]: slot {int(offsets.max()) // size} is outside of its {len(memory) // size} slices"
-            )
-        memories.append(memory)
-        owners.append(keep)
-    return LayerMemory(tuple(memories), (0,) * layers, offsets, gapless=False, keep=owners)
-
-
-def _slots(slots: object, count: int, name: str) -> I64:
-    if slots is None:
-        return np.arange(count, dtype=np.int64)
-    needed = f"{count} different integers from 0 on are needed, one per key"
-    try:
-        array = np.asarray(slots)
-    except (TypeError, ValueError) as cause:
-        raise UsageError(f"{name}: slots of {type(slots).__name__}; {needed}") from cause
-    if array.shape != (count,) or (count and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
-        raise UsageError(f"{name}: slots of shape {array.shape} and dtype {array.dtype}; {needed}")
-    if len(np.unique(array)) != count:
-        raise UsageError(f"{name}: a slot is named twice; {needed}")
-    return array.astype(np.int64)
-
-
 class LayerStream:
     """Layers on their way into the caller's memory; made by `Client.layer_stream`. A context manager.
 
     Layers are numbered as in the block. A thread brings them while the caller computes. A caller that waits takes the
     steps itself, so that no layer costs a change of threads.
+
+    With layers for a device's memory it is not the host that waits for the device: `wait` returns once the layer's
+    copies have been asked for, and what the engine puts on its stream from then on starts after them. That stream is
+    the default one, the one that the tensor names, or `stream=` of `Client.layer_stream`.
 
     One thread at a time may wait; `cancel` may come from any.
     """
@@ -124,6 +64,7 @@ class LayerStream:
         lost: Callable[[int], None],
         complete: Callable[[int, float, bool], None],
         crew: Crew,
+        landing: Landing | None = None,
     ) -> None:
         """Begin.
 
@@ -135,6 +76,7 @@ class LayerStream:
             lost: called when a shard failed; with the number of the part.
             complete: called when a part has all its blocks: its number, seconds, whether something was awaited.
             crew: runs the steps that nobody waits for.
+            landing: where the layers go on into a device's memory.
         """
         self._began_s = time.monotonic()
         self._complete = complete
@@ -143,6 +85,7 @@ class LayerStream:
         self._count = count
         self._timeout_s = timeout_s
         self._lost = lost
+        self._landing = landing
         self._turn = threading.Lock()  # who has it takes the next step
         self._resume = threading.Condition()  # for the thread, while the caller takes the steps
         self._done = 0  # layers of which all is known
@@ -152,8 +95,9 @@ class LayerStream:
         self._left_s = 0.0  # when it last returned from a wait
         self.arrived_s: list[float] = []  # time.monotonic of each layer that is settled
         self._collects = False  # the caller has not computed between its last two waits
-        for part in self._parts:
-            self._note(part)
+        with contextlib.suppress(DeviceError):  # `wait` says so
+            for part in self._parts:
+                self._note(part)
         crew.run(self._run)
 
     @property
@@ -183,23 +127,31 @@ class LayerStream:
         Raises:
             StreamClosed: the stream was cancelled or left.
             UsageError: no layer of this stream.
+            DeviceError: the device failed or took too long: it may still be writing to the caller's memory.
         """
         place = self._place(layer)
+        deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
         if self._cancelled:
             raise StreamClosed("the stream was cancelled: what its layers hold is not known")
         if self._done <= place and not self._stop:
-            deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
             self._work(place, deadline)
             if self._done <= place:
-                self._end_it()
+                self._end_it(COPY_WAIT_S_MIN)
         if self._cancelled:
             raise StreamClosed("the stream was cancelled: what its layers hold is not known")
-        return self._arrived() > place
+        arrived = self._arrived() > place
+        if self._landing is not None:
+            self._landing.precede(place, max(deadline.left_s(), COPY_WAIT_S_MIN))
+        return arrived
 
     def cancel(self) -> None:
-        """Stop. When this returns nothing is written to the caller's memory any more. Idempotent."""
+        """Stop. When this returns nothing is written to the caller's memory any more. Idempotent.
+
+        Raises:
+            DeviceError: the device failed or took too long: it may still be writing to the caller's memory.
+        """
         self._cancelled = True
-        self._end_it()
+        self._end_it(max(self._timeout_s, COPY_WAIT_S_MIN))
 
     def __enter__(self) -> LayerStream:
         return self
@@ -207,7 +159,9 @@ class LayerStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cancel()
+        # A second error would hide the first.
+        with contextlib.suppress(DeviceError) if kind is not None else contextlib.nullcontext():
+            self.cancel()
 
     def renew_if_due(self, now_s: float) -> None:
         """Prolong the hold on the blocks. The client's background calls this."""
@@ -220,16 +174,26 @@ class LayerStream:
         return layer - self._first
 
     def _arrived(self) -> I64:
+        """How many layers of each block are in the caller's memory, or will be for the engine's stream."""
+        return self._landed() if self._landing is None else self._landing.sent.copy()
+
+    def _landed(self) -> I64:
+        """How many layers of each block the sources have brought."""
         arrived = np.zeros(self._count, dtype=np.int64)
         for part in self._parts:
             arrived[part.rows] = part.source.arrived
         return arrived
 
-    def _end_it(self) -> None:
+    def _end_it(self, copies_timeout_s: float) -> None:
         self._stop = True
         self._wake()
         for part in self._parts:
             part.source.close(abandon=part.source.settled < self._end - self._first)
+        self._end_landing(copies_timeout_s)
+
+    def _end_landing(self, timeout_s: float) -> None:
+        if self._landing is not None:
+            self._landing.close(None if self._cancelled else self._landed(), timeout_s)
 
     def _wake(self) -> None:
         with self._resume:
@@ -280,8 +244,20 @@ class LayerStream:
             for part in self._parts:
                 part.source.close()
             self._stop = True
+            with contextlib.suppress(DeviceError):  # `wait` and `cancel` say so
+                self._end_landing(max(self._timeout_s, COPY_WAIT_S_MIN))
 
     def _step(self, timeout_s: float, patient: bool) -> bool:
+        """Move something; False when nothing can be moved just now."""
+        try:
+            if self._landing is not None:
+                self._landing.make_room()
+            return self._advance(timeout_s, patient)
+        except DeviceError:  # `wait` says so
+            self._stop = True
+            return True
+
+    def _advance(self, timeout_s: float, patient: bool) -> bool:
         """Move the part that is furthest behind, of those that can be moved; False when there is none."""
         for part in self._movable(timeout_s):
             try:
@@ -316,13 +292,19 @@ class LayerStream:
         return movable or open_parts  # nobody in time: the first one will say so
 
     def _note(self, part: _Part) -> None:
-        """Say which layers are settled, now that a part has moved."""
+        """Say which layers are settled, now that a part has moved, once their copies to the device were asked for.
+
+        Raises:
+            DeviceError: the device failed.
+        """
         layers = self._end - self._first
         if part.source.settled == layers and not part.over and (part.source.arrived == layers).all():
             self._complete(part.number, time.monotonic() - self._began_s, part.waited)
         done = min((part.source.settled for part in self._parts if not part.over), default=layers)
         if done <= self._done:
             return
+        if self._landing is not None:
+            self._landing.forward(done, self._landed())
         self.arrived_s += [time.monotonic()] * (done - self._done)
         self._done = done
 
@@ -346,9 +328,15 @@ class PublishStream:
     """
 
     def __init__(
-        self, namespace: Namespace, statuses: U8, parts: Sequence[tuple[I64, LayerSink]], timeout_s: float
+        self,
+        namespace: Namespace,
+        statuses: U8,
+        parts: Sequence[tuple[I64, LayerSink]],
+        timeout_s: float,
+        staging: StagingMemory | None,
     ) -> None:
         self._namespace = namespace
+        self._staging = staging  # for what lies in a device's memory
         self._parts = list(parts)
         self._timeout_s = timeout_s
         self._next = 0
@@ -369,33 +357,22 @@ class PublishStream:
             blocks: slices of all n keys, in their order, as one contiguous buffer; or with `slots` a paged one.
             slots: which slice of the buffer each block has, shape (n,).
 
+        With a device, `blocks` may be a tensor of it. It is read after what is on the default stream by now (or the
+        stream that the object names), and has been when this returns.
+
         Raises:
             StreamClosed: committed or aborted.
             UsageError: not the next layer.
             LayoutMismatch: the buffer does not fit; nothing was published.
+            DeviceError: the device failed or took too long; nothing was published.
         """
         self._require_open()
         if layer != self._next or layer >= self._namespace.layers:
             raise UsageError(f"layer {layer}: layers are published in their order, and {self._next} is the next one")
-        memory = layer_memory(
-            [blocks],
-            slots,
-            count=len(self.statuses),
-            layers=1,
-            size=self._namespace.layer_bytes,
-            dtype=self._namespace.dtype,
-            name="blocks",
-            writable=False,
-        )
-        self._next += 1
-        for part in list(self._parts):
-            rows, sink = part
-            mine = rows[sink.statuses == PutStatus.STORED]
-            try:
-                sink.write(layer, memory.of(0, mine), self._timeout_s)
-            except (Unavailable, ProtocolError):
-                self.statuses[rows[sink.statuses == PutStatus.STORED]] = PutStatus.FAILED
-                self._parts.remove(part)
+        shape = Shape(len(self.statuses), 1, self._namespace.layer_bytes, self._namespace.dtype)
+        with self._in_host_memory(blocks, slots, shape) as memory:
+            self._next += 1
+            self._write(layer, memory)
 
     def commit(self) -> PutResult:
         """Make the blocks complete.
@@ -437,6 +414,25 @@ class PublishStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abort()
+
+    def _in_host_memory(self, blocks: object, slots: object, shape: Shape) -> AbstractContextManager[LayerMemory]:
+        if self._staging is not None:
+            source = device_layers(
+                self._staging.device, [blocks], slots, shape, name="blocks", stream=None, writable=False
+            )
+            if source is not None:
+                return lifted(self._staging, source, self.mine, shape.size, self._timeout_s)
+        return contextlib.nullcontext(layer_memory([blocks], slots, shape, name="blocks", writable=False))
+
+    def _write(self, layer: int, memory: LayerMemory) -> None:
+        for part in list(self._parts):
+            rows, sink = part
+            mine = rows[sink.statuses == PutStatus.STORED]
+            try:
+                sink.write(layer, memory.of(0, mine), self._timeout_s)
+            except (Unavailable, ProtocolError):
+                self.statuses[rows[sink.statuses == PutStatus.STORED]] = PutStatus.FAILED
+                self._parts.remove(part)
 
     def _require_open(self) -> None:
         if not self._open:

@@ -2,8 +2,8 @@
 
 A device works on addresses, so that blocks of a pool, of a segment and of the caller's tensors are named in one way.
 Copies are asked for in batches and end later: a `Ticket` tells when. All copies of one device end in the order in which
-they were asked for (one side stream), beside whatever the engine computes on its own streams; `follow` orders them
-after that where it matters.
+they were asked for (one side stream), beside whatever the engine computes on its own streams. Events order the two
+where it matters: `Device.follow` copies after the engine's work, `Ticket.precede` the engine's work after copies.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ class Ticket(Protocol):
 
         Raises:
             DeviceError: it has failed, or goes on after that time. Its target is undefined, and may still be written.
+        """
+        ...
+
+    def precede(self, stream: int, timeout_s: float) -> None:
+        """Whatever is put on that stream of the engine from now on starts after this batch. It is the stream that
+        waits; only a device without streams makes the caller wait, for so long at most.
+
+        Raises:
+            DeviceError: as `wait`.
         """
         ...
 

@@ -75,6 +75,10 @@ class CudaTicket:
             if waited_s > _SPIN_S:  # the driver's own wait has no deadline
                 time.sleep(_SLEEP_S)
 
+    def precede(self, stream: int, timeout_s: float) -> None:
+        del timeout_s  # nothing waits here but the stream
+        self._device.hold_back(stream, self._number)
+
 
 class CudaDevice:
     """See `Device`.
@@ -199,6 +203,19 @@ class CudaDevice:
             with self._lock, self._current():
                 self._note_ended()
         return number <= self._ended
+
+    def hold_back(self, stream: int, number: int) -> None:
+        """For tickets: what is put on that stream from now on starts after that batch.
+
+        Raises:
+            DeviceError: it has failed.
+        """
+        with self._lock, self._current():
+            self._note_ended()
+            # Not the newest event: the engine would wait for later layers' copies, too.
+            event = next((event for batch, event, *_ in self._under_way if batch == number), None)
+            if event is not None:
+                self._ask("cuStreamWaitEvent", self._driver.CUstream(stream), event, 0)
 
     def _submit(self, target: Memory, source: Memory, copies: Copies) -> None:
         targets = (target.address + copies.target_offsets).tolist()

@@ -33,6 +33,11 @@ class HostTicket:
         if not self.ended.wait(timeout_s):
             raise DeviceError(f"host: copies did not end within {timeout_s:g} s")
 
+    def precede(self, stream: int, timeout_s: float) -> None:
+        """What reads the target is the caller itself, so it waits."""
+        del stream
+        self.wait(timeout_s)
+
 
 class _Batch:
     """One entry of the stream; it keeps both memories alive until it was copied."""

@@ -529,6 +529,27 @@ class LayerConformance:
         assert np.array_equal(into, self._layered(blocks))
         other.delete(others, TIMEOUT_S)
 
+    def test_layers_that_share_places_are_written_only_where_there_is_room(self, new_link: NewLink) -> None:
+        link = self.opened(new_link)
+        keys, blocks = self._stored(link, 5)
+        size, room = LINK_NAMESPACE.layer_bytes, [1]
+        ring = np.zeros((2, 5, size), dtype=np.uint8)
+        shifts = tuple(layer % 2 * ring[0].nbytes for layer in range(LINK_NAMESPACE.layers))
+        memory = LayerMemory(
+            (ring.reshape(-1),) * len(shifts), shifts, np.arange(5) * size, gapless=False, limit=lambda: room[0]
+        )
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            for layer in range(LINK_NAMESPACE.layers):
+                self._until_settled(source, layer + 1)
+                for _ in range(3):
+                    assert not source.advance(TIMEOUT_S)
+                assert source.arrived.tolist() == [layer + 1] * 5
+                assert source.fileno() < 0
+                assert np.array_equal(ring[layer % 2], self._layered(blocks)[:, layer])
+                if layer:
+                    assert np.array_equal(ring[1 - layer % 2], self._layered(blocks)[:, layer - 1])
+                room[0] += 1
+
     def test_after_the_end_nothing_is_written_any_more(self, new_link: NewLink) -> None:
         link, writer = self.opened(new_link), self.opened(new_link)
         keys, blocks = _fresh_keys(2), _content(2)
@@ -749,6 +770,17 @@ class DeviceConformance:
         memory = device.allocate(4096)
         device.follow(LEGACY_STREAM)
         self._move(device, memory, host_memory(_noise(4096)), _whole(4096))
+        device.free(memory)
+
+    def test_what_the_engine_does_next_starts_after_copies_that_precede_it(self, device: Device) -> None:
+        memory, sent = device.allocate(1 << 20), _noise(1 << 20)
+        ticket = device.copy(memory, host_memory(sent), _whole(1 << 20))
+        ticket.precede(LEGACY_STREAM, _COPY_TIMEOUT_S)
+        device.follow(LEGACY_STREAM)  # as an engine that reads the memory on that stream
+        received = np.zeros_like(sent)
+        self._move(device, host_memory(received), memory, _whole(1 << 20))
+        assert np.array_equal(received, sent)
+        ticket.precede(LEGACY_STREAM, _COPY_TIMEOUT_S)  # also once they have ended
         device.free(memory)
 
     def test_a_closed_device_refuses(self, device: Device) -> None:

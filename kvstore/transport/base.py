@@ -108,8 +108,8 @@ class LayerSource(Protocol):
     """Layers of n blocks on their way into the caller's memory, in order, while the blocks are held.
 
     One thread at a time calls `advance`, again and again; `renew` and `close` may come from others. Layers are counted
-    from the first one that was asked for. `kvstore.testing.conformance.LayerConformance` is the suite to pass, for
-    sinks too.
+    from the first one that was asked for, and none is written before the memory's `limit` allows it.
+    `kvstore.testing.conformance.LayerConformance` is the suite to pass, for sinks too.
     """
 
     arrived: I64
@@ -119,7 +119,7 @@ class LayerSource(Protocol):
     """Layers of which all is known: each block has them, or won't get them any more. At the end, all."""
 
     def advance(self, timeout_s: float, *, soon: bool = True) -> bool:
-        """Take one step; False when nothing can be done just now: a writer or the SSD is awaited.
+        """Take one step; False when nothing can be done just now: a writer, the SSD or room in the memory is awaited.
 
         Args:
             timeout_s: for the shard's answer.
@@ -131,7 +131,7 @@ class LayerSource(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when `advance` has something to do; -1 where it never waits for a peer."""
+        """Descriptor that becomes readable when `advance` has something to do; -1 while no peer is waited for."""
         ...
 
     def renew(self, now_s: float) -> None:

@@ -7,8 +7,8 @@ first and the last are a `Region` (one memory, n offsets), which is copied run b
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvstore.core.errors import LayoutMismatch, UnregisteredBuffer, UsageError
 I64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
+_LAYERS_UNLIMITED = 1 << 30
 _RAW_DTYPES = {"uint8", "int8", "bytes8"}
 # numpy has no bfloat16 or float8 of its own; they travel as unsigned integers of the same width.
 _CARRIERS = {"bfloat16": {"uint16"}, "float8_e4m3fn": set[str](), "float8_e5m2": set[str]()}
@@ -76,11 +77,17 @@ class Pieces:
 Blocks = Region | Pieces
 
 
+def _no_limit() -> int:
+    return _LAYERS_UNLIMITED
+
+
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
     """Slices of n blocks, layer by layer, in the caller's memory.
 
-    That of block i and layer l begins at byte `offsets[i] + shifts[l]` of `memories[l]`.
+    That of block i and layer l begins at byte `offsets[i] + shifts[l]` of `memories[l]`. Layers may share a place: then
+    `limit` says, whenever it is asked, before which layer that memory may be written by now. It never says less than
+    before.
     """
 
     memories: tuple[Bytes, ...]
@@ -88,10 +95,11 @@ class LayerMemory:
     offsets: I64  # shape (n,)
     gapless: bool  # the layers of a block lie behind one another in one memory
     keep: object = None  # what owns the memory
+    limit: Callable[[], int] = _no_limit
 
     def take(self, rows: I64) -> LayerMemory:
         """The same memory, some of the blocks."""
-        return LayerMemory(self.memories, self.shifts, self.offsets[rows], self.gapless, self.keep)
+        return replace(self, offsets=self.offsets[rows])
 
     def of(self, layer: int, rows: I64) -> Region:
         """Slices of some blocks in one layer."""

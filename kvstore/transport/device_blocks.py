@@ -34,6 +34,15 @@ class DeviceBlocks:
         return replace(self, offsets=self.offsets[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceTensor:
+    """One tensor of the caller's."""
+
+    memory: Memory
+    stream: int | None  # of the engine, as the tensor names it
+    device: str  # empty where the object does not say
+
+
 def is_on_device(value: object) -> bool:
     """Whether this is memory of a CUDA device: a torch tensor there, or anything with `__cuda_array_interface__`."""
     if hasattr(value, "data_ptr") and hasattr(value, "is_contiguous"):
@@ -51,9 +60,7 @@ def as_device_blocks(
         LayoutMismatch: wrong size or dtype, or not contiguous.
         UsageError: a tensor of another device; offsets that reach outside.
     """
-    found = _tensor(value, name, dtype) if hasattr(value, "data_ptr") else _array(value, name, dtype)
-    if found.device and found.device != device.name:
-        raise UsageError(f"{name}: a tensor on {found.device}; this client's device is {device.name}")
+    found = as_device_tensor(device, value, name, dtype)
     nbytes = found.memory.nbytes
     if offsets is None:
         if nbytes != count * size_bytes:
@@ -71,6 +78,21 @@ def as_device_blocks(
     return DeviceBlocks(device, found.memory, places, found.stream)
 
 
+def as_device_tensor(device: Device, value: object, name: str, dtype: str) -> DeviceTensor:
+    """One contiguous tensor in a device's memory.
+
+    Raises:
+        LayoutMismatch: wrong dtype, or not contiguous.
+        UsageError: a tensor of another device, or of none.
+    """
+    if not is_on_device(value):
+        raise UsageError(f"{name}: {type(value).__name__} in host memory, among tensors on {device.name}")
+    found = _tensor(value, name, dtype) if hasattr(value, "data_ptr") else _array(value, name, dtype)
+    if found.device and found.device != device.name:
+        raise UsageError(f"{name}: a tensor on {found.device}; this client's device is {device.name}")
+    return found
+
+
 def on_device(device: Device | None, blocks: Blocks) -> Blocks | DeviceBlocks:
     """Blocks in host memory as a device sees them: for the host's own, that is device memory."""
     if device is None or device.name != HOST or not isinstance(blocks, Region):
@@ -79,14 +101,7 @@ def on_device(device: Device | None, blocks: Blocks) -> Blocks | DeviceBlocks:
     return DeviceBlocks(device, memory, blocks.offsets)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    memory: Memory
-    stream: int | None
-    device: str  # empty where the object does not say
-
-
-def _tensor(tensor: Any, name: str, dtype: str) -> _Found:
+def _tensor(tensor: Any, name: str, dtype: str) -> DeviceTensor:
     if not tensor.is_contiguous():
         raise LayoutMismatch(
             f"{name}: the tensor is not contiguous (shape {tuple(tensor.shape)}, strides {tensor.stride()})"
@@ -94,10 +109,10 @@ def _tensor(tensor: Any, name: str, dtype: str) -> _Found:
     check_dtype(str(tensor.dtype).removeprefix("torch."), name, dtype)
     memory = Memory(tensor.data_ptr(), tensor.numel() * tensor.element_size(), on_device=True, keep=tensor)
     # A tensor does not say on which stream it is worked on. Who uses another one than the default calls `follow`.
-    return _Found(memory, LEGACY_STREAM, str(tensor.device))
+    return DeviceTensor(memory, LEGACY_STREAM, str(tensor.device))
 
 
-def _array(value: Any, name: str, dtype: str) -> _Found:
+def _array(value: Any, name: str, dtype: str) -> DeviceTensor:
     described: dict[str, Any] = value.__cuda_array_interface__
     element = np.dtype(described["typestr"])
     shape: tuple[int, ...] = tuple(described["shape"])
@@ -106,7 +121,7 @@ def _array(value: Any, name: str, dtype: str) -> _Found:
     if strides is not None and tuple(strides) != _contiguous(shape, element.itemsize):
         raise LayoutMismatch(f"{name}: the array is not C-contiguous (shape {shape}, strides {tuple(strides)})")
     memory = Memory(int(described["data"][0]), math.prod(shape) * element.itemsize, on_device=True, keep=value)
-    return _Found(memory, described.get("stream", LEGACY_STREAM), "")
+    return DeviceTensor(memory, described.get("stream", LEGACY_STREAM), "")
 
 
 def _contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

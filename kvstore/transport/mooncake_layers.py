@@ -124,6 +124,8 @@ class MooncakeLayerSource:
             deadline = Deadline(timeout_s)
             self._ask(deadline)
             self._read_on()
+            if not self._requests and not self._under_way:  # the memory has no room for more
+                return False
             # What is being read keeps the link busy while an answer is taken; after that a piece has its turn.
             if self._under_way and (self._pieces or self._piece_next or not self._answered()):
                 self._piece_next = False
@@ -133,6 +135,8 @@ class MooncakeLayerSource:
             return self._take_answer(deadline)
 
     def fileno(self) -> int:
+        if not self._requests and not self._under_way:
+            return -1
         try:
             return self._ready.fileno()
         except ValueError:  # closed by another thread
@@ -164,14 +168,15 @@ class MooncakeLayerSource:
     def _ask(self, deadline: Deadline, layers_max: int = 1 << 16) -> None:
         """Keep questions under way, about the blocks that are furthest behind first."""
         wanted = self._wanted
+        limit = min(wanted.end, wanted.first + self._into.limit())
         while len(self._requests) + len(self._pieces) < _REQUESTS:
-            missing = self._alive & (self._asked < wanted.end)
+            missing = self._alive & (self._asked < limit)
             if not missing.any():
                 return
             first = int(self._asked[missing].min())
             rows = np.flatnonzero(missing & (self._asked == first))
             window = min(_WINDOW_BYTES // max(1, len(rows) * wanted.size), _SUMS_MAX // len(rows))
-            end = min(wanted.end, first + max(1, min(window, layers_max)))
+            end = min(limit, first + max(1, min(window, layers_max)))
             # Who waits for a writer keeps everybody behind it waiting, too: only where that is nobody.
             alone = not self._requests and not self._under_way and len(rows) == np.count_nonzero(missing)
             self._last = (self._last + 1) & 0xFFFFFFFF

@@ -89,8 +89,9 @@ class SharedLayerSource:
             raise Unavailable("the stream was given up")
         if len(self._waiting) and time.monotonic() >= self._look_at_s:
             self._look(deadline)
+        limit = self._limit()
         furthest_behind = min(
-            (cohort for cohort in self._cohorts if cohort.next < cohort.ready), key=_next, default=None
+            (cohort for cohort in self._cohorts if cohort.next < min(cohort.ready, limit)), key=_next, default=None
         )
         if furthest_behind is not None:
             self._step(furthest_behind, STEP_BYTES if soon else STEP_BYTES_MAX)
@@ -161,7 +162,7 @@ class SharedLayerSource:
         layer_bytes = self._namespace.layer_bytes
         pool, plan = self._session.shared.pool_read_only, cohort.plan
         each = len(cohort.rows) * wanted.size
-        end = min(cohort.ready, cohort.next + max(1, step_bytes // max(1, each)))
+        end = min(cohort.ready, self._limit(), cohort.next + max(1, step_bytes // max(1, each)))
         fresh = cohort.next == wanted.first
         with self._copying:
             if self._closed:
@@ -178,6 +179,10 @@ class SharedLayerSource:
         self._meter.add(read_blocks=len(cohort.rows) * fresh, read_bytes=(end - cohort.next) * each)
         cohort.next = end
         self.arrived[cohort.rows] = end - wanted.first
+
+    def _limit(self) -> int:
+        """Layer of the block before which the memory may be written."""
+        return self._wanted.first + self._into.limit()
 
 
 def _next(cohort: _Cohort) -> int:

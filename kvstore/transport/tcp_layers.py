@@ -131,6 +131,7 @@ class TcpLayerSource:
         self._closed = False
         self._last = 0
         self._requests: deque[_Request] = deque()
+        self._held_back = False  # the memory has no room for all layers yet
         self._asked: I64 = np.full(len(keys), wanted.first, dtype=np.int64)  # layer of the block asked for next
         self._alive: Mask = np.ones(len(keys), dtype=np.bool_)
         self.arrived: I64 = np.zeros(len(keys), dtype=np.int64)
@@ -149,6 +150,10 @@ class TcpLayerSource:
             if self._closed:
                 raise Unavailable("the stream was given up")
             deadline = Deadline(timeout_s)
+            if self._held_back and len(self._requests) < _REQUESTS:
+                self._ask(deadline)
+            if not self._requests:
+                return False
             request = self._requests[0]
             moved = True
             if request.next < 0:
@@ -161,7 +166,7 @@ class TcpLayerSource:
             return moved
 
     def fileno(self) -> int:
-        return self._channel.stream.sock.fileno()
+        return self._channel.stream.sock.fileno() if self._requests else -1
 
     def renew(self, now_s: float) -> None:
         """The server does it, with every request."""
@@ -190,16 +195,18 @@ class TcpLayerSource:
     def _ask(self, deadline: Deadline, layers_max: int = 1 << 16) -> None:
         """Keep requests under way, for the blocks that are furthest behind first."""
         wanted = self._wanted
+        limit = min(wanted.end, wanted.first + self._into.limit())
+        self._held_back = limit < wanted.end
         if not self._requests:  # what came out of order did not count, and is asked for again
             self._asked = self.arrived + wanted.first
         while len(self._requests) < _REQUESTS:
-            missing = self._alive & (self._asked < wanted.end)
+            missing = self._alive & (self._asked < limit)
             if not missing.any():
                 return
             first = int(self._asked[missing].min())
             rows = np.flatnonzero(missing & (self._asked == first))
             window = min(self._pace.window_bytes // max(1, len(rows) * wanted.size), _SUMS_MAX // len(rows))
-            end = min(wanted.end, first + max(1, min(window, layers_max)))
+            end = min(limit, first + max(1, min(window, layers_max)))
             # Who waits for a writer keeps everybody behind it waiting, too: only where that is nobody.
             wait_s = _WAIT_S if not self._requests and len(rows) == np.count_nonzero(missing) else 0.0
             self._last = (self._last + 1) & 0xFFFFFFFF

@@ -40,6 +40,38 @@ class Target:
         return Copies(zero, zero, np.array([self._shape[0] * self._shape[1]]))
 
 
+class Tensor:
+    """What a torch tensor on a CUDA device says of itself, over memory of the stand-in."""
+
+    class Place:
+        type = "cuda"
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __str__(self) -> str:
+            return f"cuda:{self.index}"
+
+    def __init__(self, memory: Memory, *, index: int = 0, dtype: str = "uint8", contiguous: bool = True) -> None:
+        self._memory, self.dtype, self._contiguous = memory, f"torch.{dtype}", contiguous
+        self.device, self.shape = Tensor.Place(index), (memory.nbytes,)
+
+    def data_ptr(self) -> int:
+        return self._memory.address
+
+    def numel(self) -> int:
+        return self._memory.nbytes
+
+    def element_size(self) -> int:
+        return 1
+
+    def is_contiguous(self) -> bool:
+        return self._contiguous
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+
 def device_of(client: kvstore.Client) -> Device:
     assert client.device is not None
     return client.device

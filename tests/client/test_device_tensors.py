@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.device.base import Memory
 from kvstore.device.cuda import CudaDevice
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
-from tests.client.device_targets import SIZE, SPACE, Target, device_of, heat
+from tests.client.device_targets import SIZE, SPACE, Target, Tensor, device_of, heat
 from tests.client.sdk import fresh_keys, one_line, stored
 from tests.device.fake_driver import FakeDriver
 
@@ -25,38 +24,6 @@ from tests.device.fake_driver import FakeDriver
 def server() -> Iterator[ServerProcess]:
     with ServerProcess(dram="64MiB") as server:
         yield server
-
-
-class Tensor:
-    """What a torch tensor on a CUDA device says of itself, over memory of the stand-in."""
-
-    class Place:
-        type = "cuda"
-
-        def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __str__(self) -> str:
-            return f"cuda:{self.index}"
-
-    def __init__(self, memory: Memory, *, index: int = 0, dtype: str = "uint8", contiguous: bool = True) -> None:
-        self._memory, self.dtype, self._contiguous = memory, f"torch.{dtype}", contiguous
-        self.device, self.shape = Tensor.Place(index), (memory.nbytes,)
-
-    def data_ptr(self) -> int:
-        return self._memory.address
-
-    def numel(self) -> int:
-        return self._memory.nbytes
-
-    def element_size(self) -> int:
-        return 1
-
-    def is_contiguous(self) -> bool:
-        return self._contiguous
-
-    def stride(self) -> tuple[int, ...]:
-        return (1,)
 
 
 @pytest.fixture

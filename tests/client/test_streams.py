@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.client.streams import layer_memory
+from kvstore.client.layer_memory import Shape, layer_memory
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
 from kvstore.transport.base import Wanted
@@ -352,9 +352,8 @@ def test_blocks_are_held_while_they_are_copied_and_nothing_is_copied_afterwards(
         assert isinstance(link, SharedMemoryLink)
         monkeypatch.setattr("kvstore.transport.shm_layers.STEP_BYTES", 1)  # a step is a layer
         into = np.zeros_like(data[:1])
-        memory = layer_memory(
-            into, None, count=1, layers=LAYERS, size=SPACE.layer_bytes, dtype="uint8", name="into", writable=True
-        )
+        shape = Shape(count=1, layers=LAYERS, size=SPACE.layer_bytes, dtype="uint8")
+        memory = layer_memory(into, None, shape, name="into", writable=True)
         source = link.layers(keys.array[:1], Wanted(0, LAYERS, 0, SPACE.layer_bytes), memory, 10.0, 5.0)
         inside, go_on, closed = threading.Event(), threading.Event(), threading.Event()
         copy = CopyPlan.copy

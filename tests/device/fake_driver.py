@@ -108,6 +108,8 @@ class FakeDriver:
         self._thread = threading.local()
         self._lock = threading.Lock()
         self.events = 0
+        self.waits: list[tuple[int, int]] = []  # stream and event of each cuStreamWaitEvent
+        self.recorded: list[tuple[int, int]] = []  # the same of each cuEventRecord
         self.broken = False  # a fault that every later call meets, as on a real device
         self.stuck = False  # nothing ends
         self._work: list[tuple[int, int, int]] = []
@@ -200,6 +202,7 @@ class FakeDriver:
         return self._in_context("cuEventCreate", _Number(self.events))
 
     def cuEventRecord(self, hEvent: _Number, hStream: _Number) -> Any:
+        self.recorded.append((int(hStream), int(hEvent)))
         return self._in_context("cuEventRecord")
 
     def cuEventQuery(self, hEvent: _Number) -> Any:
@@ -209,6 +212,7 @@ class FakeDriver:
         return self._settle("cuStreamQuery")
 
     def cuStreamWaitEvent(self, hStream: _Number, hEvent: _Number, Flags: int) -> Any:
+        self.waits.append((int(hStream), int(hEvent)))
         return self._in_context("cuStreamWaitEvent")
 
     def cuIpcGetMemHandle(self, dptr: _Number) -> Any:

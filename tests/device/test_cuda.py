@@ -19,6 +19,7 @@ from kvstore.device.base import LEGACY_STREAM, Copies, Device, Export, Memory, h
 from kvstore.device.cuda import CudaDevice
 from kvstore.device.opening import open_device, require_device
 from tests.device.fake_driver import FakeDriver, Status
+from tests.device.gpus import CUDA, needs_gpu
 
 BLOCK = 4096
 
@@ -182,6 +183,66 @@ def test_a_fault_of_the_device_is_told_to_whoever_waits() -> None:
     driver.broken = True
     with pytest.raises(DeviceError, match=r"^cuda:0: .*illegal address$"):
         ticket.wait(1)
+
+
+def test_it_is_the_engine_s_stream_that_waits_for_one_batch_and_not_for_later_ones() -> None:
+    driver = FakeDriver()
+    driver.stuck = True
+    device = CudaDevice(0, driver)
+    memory, engine = device.allocate(8 * BLOCK), 1234
+    tickets = [device.copy(memory, host(4), scattered(4)) for _ in range(3)]
+    tickets[1].precede(engine, 0.0)
+    assert driver.waits == [(engine, driver.recorded[1][1])]
+    assert len({event for _, event in driver.recorded}) == 3
+
+
+def test_nobody_waits_for_a_batch_that_has_ended() -> None:
+    driver = FakeDriver()
+    device = CudaDevice(0, driver)
+    ticket = device.copy(device.allocate(8 * BLOCK), host(4), scattered(4))
+    ticket.wait(1)
+    ticket.precede(LEGACY_STREAM, 1)
+    assert not driver.waits
+
+
+def test_a_fault_of_the_device_is_told_before_the_engine_waits() -> None:
+    driver = FakeDriver()
+    device = CudaDevice(0, driver)
+    ticket = device.copy(device.allocate(8 * BLOCK), host(4), scattered(4))
+    driver.broken = True
+    with pytest.raises(DeviceError, match="illegal address"):
+        ticket.precede(LEGACY_STREAM, 1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_an_engine_s_own_stream_reads_what_precedes_it() -> None:
+    """A stream that is ordered with nothing else, and copies that take longer than to ask for them."""
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    nbytes = 256 << 20
+    sent, received = (np.full(nbytes, value, dtype=np.uint8) for value in (7, 0))
+    device = CudaDevice(int(CUDA.removeprefix("cuda:")))
+    memory = device.allocate(nbytes)
+    for array in (sent, received):
+        device.register(host_memory(array))
+    whole = Copies(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, nbytes))
+    device.copy(memory, host_memory(received), whole).wait(30)
+    status, context = driver.cuDevicePrimaryCtxRetain(int(CUDA.removeprefix("cuda:")))
+    assert status == driver.CUresult.CUDA_SUCCESS
+    driver.cuCtxPushCurrent(context)
+    try:
+        status, engine = driver.cuStreamCreate(int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+        assert status == driver.CUresult.CUDA_SUCCESS
+        device.copy(memory, host_memory(sent), whole).precede(int(engine), 0.0)
+        driver.cuMemcpyDtoHAsync(received.ctypes.data, driver.CUdeviceptr(memory.address), nbytes, engine)
+        assert driver.cuStreamSynchronize(engine)[0] == driver.CUresult.CUDA_SUCCESS
+        assert np.array_equal(received, sent)
+        driver.cuStreamDestroy(engine)
+    finally:
+        driver.cuCtxPopCurrent()
+        driver.cuDevicePrimaryCtxRelease(int(CUDA.removeprefix("cuda:")))
+    device.free(memory)
+    device.close()
 
 
 def test_events_are_used_again() -> None:

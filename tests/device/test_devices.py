@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstore.core.errors import ConfigError, DeviceError
-from kvstore.device.base import Copies, Device, host_memory
+from kvstore.device.base import LEGACY_STREAM, Copies, Device, host_memory
 from kvstore.device.host import HostDevice
 from kvstore.device.opening import open_device, require_device
 from kvstore.testing.conformance import DeviceConformance
@@ -112,6 +112,20 @@ def test_a_copy_that_does_not_end_in_time_is_an_error_and_may_still_end() -> Non
     assert not device.idle()
     gate.set()
     ticket.wait(10)
+    assert np.asarray(device.array(memory, (4096,))).tolist() == [3] * 4096
+    device.close()
+
+
+def test_the_host_itself_waits_for_copies_that_precede_its_work() -> None:
+    gate = threading.Event()
+    device = HostDevice(begin=gate.wait)
+    memory = device.allocate(4096)
+    source = host_memory(np.full(4096, 3, dtype=np.uint8))
+    ticket = device.copy(memory, source, Copies(np.zeros(1, np.int64), np.zeros(1, np.int64), np.full(1, 4096)))
+    with pytest.raises(DeviceError, match=r"did not end within 0\.01 s"):
+        ticket.precede(LEGACY_STREAM, 0.01)
+    gate.set()
+    ticket.precede(LEGACY_STREAM, 10)
     assert np.asarray(device.array(memory, (4096,))).tolist() == [3] * 4096
     device.close()
 

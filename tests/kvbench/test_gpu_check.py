@@ -22,6 +22,8 @@ ROWS = [
     "put from device",
     "get_into from DRAM",
     "get_into from the segment",
+    "layer stream from DRAM",
+    "layer stream over loopback TCP",
 ]
 
 
