@@ -96,8 +96,9 @@ class LayerStream:
         self.arrived_s: list[float] = []  # time.monotonic of each layer that is settled
         self._collects = False  # the caller has not computed between its last two waits
         with contextlib.suppress(DeviceError):  # `wait` says so
-            for part in self._parts:
-                self._note(part)
+            self._note()
+        for part in self._parts:
+            self._tell_if_complete(part)
         crew.run(self._run)
 
     @property
@@ -269,7 +270,8 @@ class LayerStream:
                     self._lost(part.number)
                 moved = True
             if moved:
-                self._note(part)
+                self._tell_if_complete(part)
+                self._note()
                 return True
             part.waited = True
         return False
@@ -291,15 +293,18 @@ class LayerStream:
         movable = [part for part in open_parts if part not in idle]
         return movable or open_parts  # nobody in time: the first one will say so
 
-    def _note(self, part: _Part) -> None:
-        """Say which layers are settled, now that a part has moved, once their copies to the device were asked for.
+    def _tell_if_complete(self, part: _Part) -> None:
+        layers = self._end - self._first
+        if part.source.settled == layers and not part.over and (part.source.arrived == layers).all():
+            self._complete(part.number, time.monotonic() - self._began_s, part.waited)
+
+    def _note(self) -> None:
+        """Say which layers are settled, once their copies to the device were asked for.
 
         Raises:
             DeviceError: the device failed.
         """
         layers = self._end - self._first
-        if part.source.settled == layers and not part.over and (part.source.arrived == layers).all():
-            self._complete(part.number, time.monotonic() - self._began_s, part.waited)
         done = min((part.source.settled for part in self._parts if not part.over), default=layers)
         if done <= self._done:
             return

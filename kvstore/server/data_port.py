@@ -631,8 +631,8 @@ class _Connection:
         late = np.flatnonzero(answer.found == Found.UNFINISHED)
         if len(late):  # who wants whole blocks waits for the SSD, and not for writers
             probe = self._index(Deadline(SHARD_TIMEOUT_S)).probe(held.request.keys[request.rows[late]])
-            size = held.layers * held.layer_bytes
-            answer.found[late[probe.on_disk(held.request.namespace, size)]] = Found.LATER
+            committed = probe.states_in(held.request.namespace) == BlockState.COMMITTED
+            answer.found[late[committed]] = Found.LATER  # on the SSD, or back from there by now
         self._reply(frame, LocateAnswer(answer, held.blocks.offsets[mine]).encode(), deadline)
 
     def _fabric(self, frame: Frame, body: bytes, deadline: Deadline) -> None:

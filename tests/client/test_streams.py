@@ -105,6 +105,7 @@ def test_nothing_at_all_is_an_answer_too(client: kvstore.Client) -> None:
         assert not stream.wait(LAYERS - 1).any()
     empty = client.keys([])
     with client.layer_stream(empty, np.zeros((0, SPACE.block_bytes), np.uint8)) as stream:
+        assert all(stream.ready(layer) for layer in stream.layers)
         assert stream.wait(0).shape == (0,)
 
 
