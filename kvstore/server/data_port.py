@@ -591,9 +591,10 @@ class _Connection:
         body = answer.encode()
         pieces: list[bytes | memoryview] = [encode(frame.op, frame.request, body, sums.size * request.size)]
         pool = memoryview(self._session.shared.pool_read_only)
-        for layer in range(first, end):  # one after the other: the first bytes leave before the last are looked up
+        for layer in range(first, end, request.group):  # the first bytes leave before the last are looked up
+            size = request.size if request.group == 1 else min(request.group, end - layer) * held.layer_bytes
             starts = held.blocks.offsets[mine] + (layer * held.layer_bytes + request.start)
-            pieces += [pool[start : start + request.size] for start in starts.tolist()]
+            pieces += [pool[start : start + size] for start in starts.tolist()]
             self._stream.send(pieces, deadline)
             pieces = []
         if pieces:
@@ -609,6 +610,8 @@ class _Connection:
             raise UsageError(
                 f"bytes {request.start}+{request.size} of layers {first}:{end} of {held.layers} of {held.layer_bytes} bytes"
             )
+        if request.group < 1 or (request.group > 1 and request.size != held.layer_bytes):
+            raise UsageError(f"groups of {request.group} layers, of {request.size} bytes of each")
         rows = request.rows.astype(np.int64)
         blocks = held.blocks
         blocks.renew(time.monotonic())

@@ -8,6 +8,8 @@ block by block: the steps then cost a small part of what the bytes do.
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +18,8 @@ Bytes = NDArray[np.uint8]
 
 _SMALL_BYTES = 32 << 10
 _CACHED_BYTES = 512 << 10
+_TOUCHED_BYTES_MAX = 128 << 10  # blocks up to this size are touched before they are copied, where there are many
+_TOUCHED_RUN_BYTES = 1 << 20
 
 
 def copy_blocks(target: Bytes, target_offsets: I64, source: Bytes, source_offsets: I64, size_bytes: int) -> None:
@@ -75,10 +79,20 @@ class CopyPlan:
                     source[start + source_shift : start + source_shift + size_bytes],
                 )
                 continue
-            np.copyto(
-                np.ndarray((rows, size_bytes), np.uint8, target.data, to + target_shift, (to_step, 1)),
-                np.ndarray((rows, size_bytes), np.uint8, source.data, start + source_shift, (step, 1)),
-            )
+            each = rows if size_bytes > _TOUCHED_BYTES_MAX else max(1, _TOUCHED_RUN_BYTES // size_bytes)
+            for first in range(0, rows, each):
+                count = min(each, rows - first)
+                at = start + source_shift + first * step
+                if count < rows:
+                    # One byte of each page: the processor looks many pages up at once, and a copy one after the other.
+                    pages = -(-size_bytes // mmap.PAGESIZE)
+                    np.ndarray((count, pages), np.uint8, source.data, at, (step, mmap.PAGESIZE)).copy()
+                np.copyto(
+                    np.ndarray(
+                        (count, size_bytes), np.uint8, target.data, to + target_shift + first * to_step, (to_step, 1)
+                    ),
+                    np.ndarray((count, size_bytes), np.uint8, source.data, at, (step, 1)),
+                )
 
     def _copy_by_index(self, target: Bytes, source: Bytes, size_bytes: int) -> bool:
         # Each memory is seen as one item per place where a block could begin, so numpy moves whole blocks by index.

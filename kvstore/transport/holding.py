@@ -30,6 +30,7 @@ PROMOTION_SHARE = 0.8  # of the time left: a slow disk ends the wait, not the co
 _UNHELD = -1
 _ALL_LAYERS = 1 << 16  # more than any watermark: only what is committed has them all
 _RENEW_TIMEOUT_S = 1.0
+_REWRITTEN_S = 0.1  # what was on the SSD and is absent for longer has been deleted
 _ASK_S = 0.05  # between two requests to bring back what had no slot so far
 
 
@@ -61,7 +62,7 @@ class LayerHold:
         self.cold: Mask = np.zeros(count, dtype=np.bool_)
         """Blocks that are on the SSD and have no place in the pool yet: `look` for them."""
         self._ask_at_s = 0.0
-        self._cold_until_s = 0.0
+        self._cold_until_s = self._cold_seen_s = 0.0
         self.gone: Mask = np.zeros(count, dtype=np.bool_)
         """Blocks that are nowhere, or not any more. What was read of them before is right, unless `take` says so."""
 
@@ -70,11 +71,16 @@ class LayerHold:
         which is run during that time, has read of them is void.
         """
         probe = self._session.index(deadline).probe(self._keys[rows])
-        self.cold[rows] = cold = probe.on_disk(self._number, self._block_bytes) & ~probe.loading
-        if cold.any():
-            self._bring_back(rows[cold], deadline)
+        cold = probe.on_disk(self._number, self._block_bytes) & ~probe.loading
         there = (probe.states_in(self._number) > 0) & (probe.sizes == self._block_bytes) & ~cold
-        self.gone[rows] |= ~there & ~cold
+        # An entry reads as absent while it is rewritten, which is what happens to those that are to be brought back.
+        now_s = time.monotonic()
+        rewritten = ~there & ~cold & self.cold[rows] & (now_s < self._cold_seen_s + _REWRITTEN_S)
+        self.cold[rows] = cold | rewritten
+        self.gone[rows] |= ~there & ~cold & ~rewritten
+        if cold.any():
+            self._cold_seen_s = now_s
+            self._bring_back(rows[cold], deadline)
         at = np.flatnonzero(there)
         if not len(at):
             return at

@@ -42,6 +42,9 @@ _WINDOW_BYTES_MIN = 2 << 20
 _WINDOW_BYTES_MAX = 64 << 20
 _WINDOW_S = 0.02  # of what the link carries, at least: a request costs both sides some 0.2 ms
 _WAIT_S = 0.02  # of the server for a writer, before it says that nothing has come
+GROUP_PIECE_BYTES = 128 << 10
+GROUP_BYTES_SOON = 1 << 20  # of all blocks, for a caller that computes between layers
+GROUPS_MIN = 5  # of a whole stream, for one that only collects
 _NEW_SHARE = 0.25  # of a new measurement in the estimate
 _SUMS_MAX = 64 << 10  # in one answer: 512 KiB of its body
 
@@ -84,6 +87,7 @@ class _Request:
     end: int
     found: I64  # of the rows, those that are on their way
     sums: NDArray[np.uint64]  # expected, shape (layers on their way, rows on their way)
+    group: int = 1  # layers that come together
     plan: ReceivePlan | None = None
     in_step: bool = False  # these are all blocks that still lack layers, and all lack the same
     next: int = -1  # layer that comes next; -1 until the answer has begun
@@ -130,6 +134,7 @@ class TcpLayerSource:
         self._stepping = threading.Lock()  # held while the socket is used and the caller's memory is written to
         self._closed = False
         self._last = 0
+        self._soon = True  # the next layer is wanted soon
         self._requests: deque[_Request] = deque()
         self._held_back = False  # the memory has no room for all layers yet
         self._asked: I64 = np.full(len(keys), wanted.first, dtype=np.int64)  # layer of the block asked for next
@@ -143,8 +148,8 @@ class TcpLayerSource:
         self._ask(Deadline(timeout_s), layers_max=1)
 
     def advance(self, timeout_s: float, *, soon: bool = True) -> bool:
-        del soon  # a layer is a step
         with self._stepping:
+            self._soon = soon
             if self.settled == self._wanted.layers:
                 return False
             if self._closed:
@@ -210,13 +215,24 @@ class TcpLayerSource:
             # Who waits for a writer keeps everybody behind it waiting, too: only where that is nobody.
             wait_s = _WAIT_S if not self._requests and len(rows) == np.count_nonzero(missing) else 0.0
             self._last = (self._last + 1) & 0xFFFFFFFF
+            group = self._group(len(rows), end - first)
             body = LayersRequest(
-                rows.astype(np.uint32), (first, end), wanted.start, wanted.size, int(wait_s * 1000)
+                rows.astype(np.uint32), (first, end), wanted.start, wanted.size, int(wait_s * 1000), group
             ).encode()
             self._send(Op.LAYERS, body, deadline, self._last)
             self._asked[rows] = end
-            self._requests.append(_Request(self._last, rows, first, end, _NO_ROWS, _NO_SUMS))
+            self._requests.append(_Request(self._last, rows, first, end, _NO_ROWS, _NO_SUMS, group))
             layers_max = 1 << 16
+
+    def _group(self, rows: int, layers: int) -> int:
+        """How many layers of a block should come together, where they lie behind one another here too: small slices one
+        by one cost both sides more than their bytes do.
+        """
+        size = self._wanted.size
+        if not self._into.gapless or size != self._namespace.layer_bytes:
+            return 1
+        at_once = GROUP_BYTES_SOON // (rows * size) if self._soon else -(-self._wanted.layers // GROUPS_MIN)
+        return max(1, min(at_once, layers, GROUP_PIECE_BYTES // size))
 
     def _send(self, op: Op, body: bytes, deadline: Deadline, number: int = 0, flags: int = 0) -> None:
         self._channel.stream.send([encode(op, number, body, flags=flags)], deadline)
@@ -248,7 +264,8 @@ class TcpLayerSource:
             request.next = request.end
             self._settle()
         size, found = self._wanted.size, request.found
-        request.plan = ReceivePlan(self._into.offsets[found], size, size)
+        request.group = min(request.group, max(1, request.end - request.first))
+        request.plan = ReceivePlan(self._into.offsets[found], size * request.group, size)
         missing = self._alive & (self.arrived < self._wanted.layers)
         behind = request.first - self._wanted.first
         request.in_step = len(found) == np.count_nonzero(missing) and bool((self.arrived[found] == behind).all())
@@ -257,6 +274,7 @@ class TcpLayerSource:
     def _receive_layer(self, request: _Request, deadline: Deadline) -> None:
         layer, rows, size = request.next, request.found, self._wanted.size
         place = layer - self._wanted.first
+        count = min(request.group, request.end - layer)
         stream = self._channel.stream
 
         def receive(targets: Sequence[memoryview]) -> None:
@@ -265,24 +283,26 @@ class TcpLayerSource:
             stream.receive_all(targets, deadline)
 
         assert request.plan is not None
+        if count < request.group:  # the last ones
+            request.plan = ReceivePlan(self._into.offsets[rows], size * count, size)
         received = request.plan.receive(receive, memoryview(self._into.memories[place]), self._into.shifts[place])
-        expected = request.sums[layer - request.first]
-        request.next += 1
+        expected = request.sums[layer - request.first :][:count].T
+        request.next += count
         if request.next == request.end:
             self._pace.saw_bytes(request.sums.size * size, time.monotonic() - request.began_s)
-        if received != expected.tolist():
-            wrong = np.array(received, dtype=np.uint64) != expected
+        if received != expected.reshape(-1).tolist():
+            wrong = (np.array(received, dtype=np.uint64).reshape(expected.shape) != expected).any(axis=1)
             self._alive[rows[wrong]] = False
             self._damaged(self._keys[rows[wrong]])
             request.in_step = False
         if request.in_step:
-            self.arrived[rows] = self.settled = place + 1
+            self.arrived[rows] = self.settled = place + count
         else:
             # What was asked for twice, lacks an earlier layer, or is damaged does not count.
             rows = rows[(self.arrived[rows] == place) & self._alive[rows]]
-            self.arrived[rows] = place + 1
+            self.arrived[rows] = place + count
             self._settle()
-        self._meter.add(read_blocks=len(rows) * (place == 0), read_bytes=len(rows) * size)
+        self._meter.add(read_blocks=len(rows) * (place == 0), read_bytes=len(rows) * size * count)
 
     def _reply(self, op: Op, number: int, deadline: Deadline) -> tuple[bytes, int]:
         stream = self._channel.stream

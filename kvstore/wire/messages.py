@@ -50,7 +50,7 @@ class Found(IntEnum):
 _KEY_HEAD = struct.Struct("<HHHHIIQ")
 _REF_HEAD = struct.Struct("<HHII4x")  # padded: the rows that follow are 8-byte words
 _LEASE_HEAD = struct.Struct("<II")
-_LAYERS_HEAD = struct.Struct("<HHIIII4x")
+_LAYERS_HEAD = struct.Struct("<HHIIIII")
 _LAYERS_ANSWER_HEAD = struct.Struct("<HHI")
 
 
@@ -157,10 +157,11 @@ class LayersRequest:
     start: int  # of the wanted bytes within each layer
     size: int
     wait_ms: int = 0  # how long to wait when none of the blocks has the first layer yet
+    group: int = 1  # layers of a block that come behind one another, before the next block's
 
     def encode(self) -> bytes:
         """The body."""
-        head = _LAYERS_HEAD.pack(*self.layers, self.start, self.size, self.wait_ms, len(self.rows))
+        head = _LAYERS_HEAD.pack(*self.layers, self.start, self.size, self.wait_ms, self.group, len(self.rows))
         return head + self.rows.tobytes()
 
     @classmethod
@@ -170,16 +171,17 @@ class LayersRequest:
         Raises:
             ProtocolError: wrong length, or more than KEYS_MAX rows.
         """
-        first, end, start, size, wait_ms, count = _unpack(_LAYERS_HEAD, body)
+        first, end, start, size, wait_ms, group, count = _unpack(_LAYERS_HEAD, body)
         if count > KEYS_MAX:
             raise ProtocolError(f"{count} rows in one message; at most {KEYS_MAX}")
         rows = cast("NDArray[np.uint32]", _array(body, _LAYERS_HEAD.size, U32, count, exact=True))
-        return cls(rows, (first, end), start, size, wait_ms)
+        return cls(rows, (first, end), start, size, wait_ms, group)
 
 
 @dataclass(frozen=True, slots=True)
 class LayersAnswer:
-    """Answer to LAYERS. The payload follows: layer by layer the wanted bytes of each block that is HERE.
+    """Answer to LAYERS. The payload follows: layer by layer, or group by group, the wanted bytes of each block that is
+    HERE.
 
     Those have all layers before `end`; it may be lower than what was asked for.
     """
