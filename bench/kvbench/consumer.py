@@ -317,23 +317,26 @@ def _scene(consumer: Consumer) -> Scene:
 
 
 def _stream(scene: Scene, transport: Transport, count: int, compute: Callable[[], object] | None) -> tuple[float, F64]:
-    """Seconds until the last layer was there and computed, and when each arrived."""
+    """Seconds until the last layer was there and computed, and when each arrived.
+
+    Without compute only the last layer is waited for: a caller that collects layer after layer is given them in larger
+    steps, which is not what happens beside compute.
+    """
     keys, rows, client = scene.keys[:count], scene.rows[:count], scene.client(transport)
     begin = time.monotonic()
     with client.layer_stream(keys, rows) as stream:
-        ok = _each_layer(stream, compute)
+        ok = stream.wait(stream.layers[-1]) if compute is None else _each_layer(stream, compute)
         end = time.monotonic()
     _require_all(ok)
     return end - begin, np.array(stream.arrived_s) - begin
 
 
-def _each_layer(stream: kvstore.LayerStream, compute: Callable[[], object] | None = None) -> NDArray[np.bool_]:
+def _each_layer(stream: kvstore.LayerStream, compute: Callable[[], object] = lambda: None) -> NDArray[np.bool_]:
     """Wait for each layer in turn and compute it; which blocks have the last one, and so all of them."""
     ok = np.zeros(0, dtype=np.bool_)
     for layer in stream.layers:
         ok = stream.wait(layer)
-        if compute is not None:
-            compute()
+        compute()
     return ok
 
 

@@ -225,9 +225,12 @@ class ServerProcess:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a process is gone. One that nobody has waited for yet has let go of everything, too."""
+    """Whether a process is gone. One that nobody has waited for yet has let go of everything, once its last thread has
+    ended.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state == "Z" and len(list(Path(f"/proc/{pid}/task").iterdir())) <= 1
     except OSError:
         return True
 
