@@ -239,7 +239,7 @@ class LayerStream:
                 if moved:
                     pause_s = POLL_S
                     continue
-                time.sleep(pause_s)
+                time.sleep(pause_s)  # nothing wakes who waits for a writer: it moves a word in shared memory
                 pause_s = min(2 * pause_s, POLL_S_MAX)
         finally:
             for part in self._parts:

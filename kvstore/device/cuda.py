@@ -72,8 +72,8 @@ class CudaTicket:
             waited_s = time.monotonic() - started_s
             if waited_s >= timeout_s:
                 raise DeviceError(f"{self._device.name}: copies did not end within {timeout_s:g} s")
-            if waited_s > _SPIN_S:  # the driver's own wait has no deadline
-                time.sleep(_SLEEP_S)
+            if waited_s > _SPIN_S:
+                time.sleep(_SLEEP_S)  # between looks: the driver's own wait has no deadline
 
     def precede(self, stream: int, timeout_s: float) -> None:
         del timeout_s  # nothing waits here but the stream

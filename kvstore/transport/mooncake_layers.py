@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 from kvstore.core.errors import KvStoreError, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
-from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
+from kvstore.transport.base import Keys, LinkMeter, Mask, Wanted
 from kvstore.transport.buffers import LayerMemory, Region
-from kvstore.transport.channel import Channel, Deadline
+from kvstore.transport.channel import Deadline
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.mooncake_lanes import BAY_BYTES, BAYS, Lane
 from kvstore.transport.mooncake_plan import Piece, Verifier, pieces_of
 from kvstore.transport.mooncake_writing import Landing
+from kvstore.transport.tcp_layers import RemoteLayerSink
 from kvstore.wire.fabric import LocateAnswer
 from kvstore.wire.frames import HEADER_BYTES, NO_REPLY, Op, Status, decode_header, encode
-from kvstore.wire.messages import RESERVE_ROW, Found, KeyRequest, LayersRequest, RefRequest, decode_rows
+from kvstore.wire.messages import Found, KeyRequest, LayersRequest
 
 I64 = NDArray[np.int64]
 
@@ -298,13 +298,12 @@ class MooncakeLayerSource:
         self.settled = int(alive.min()) if len(alive) else self._wanted.layers
 
 
-class MooncakeLayerSink:
-    """`LayerSink` by one-sided writes.
+class MooncakeLayerSink(RemoteLayerSink):
+    """`LayerSink` by one-sided writes, on a lane that is its own until `commit` or `abort`.
 
     Args:
-        lane, landing: this sink's alone until `commit` or `abort`: the server knows the reservation by its connection.
+        lane, landing: where it writes.
         give_back: takes the lane at the end, and whether its connection can be used again.
-        meter: the link's.
     """
 
     def __init__(
@@ -321,42 +320,21 @@ class MooncakeLayerSink:
         meter: LinkMeter,
     ) -> None:
         assert lane.channel is not None, "a lane in use is connected"
-        self._lane, self._landing, self._number, self._namespace = lane, landing, number, namespace
-        self._channel: Channel = lane.channel
-        self._ttl_s = ttl_s
-        self._give_back, self._meter = give_back, meter
-        self._open = True
-        request = KeyRequest(number, keys, ttl_ms=max(1, int(ttl_s * 1000)), size_bytes=namespace.block_bytes)
-        answer = self._channel.call(Op.RESERVE, request.encode(), Deadline(timeout_s))
-        rows = decode_rows(answer, RESERVE_ROW, len(keys))
-        self.statuses: U8 = rows["status"].copy()
-        self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
-        self._rows = rows[self._mine]
+        self._landing, self._ttl_s = landing, ttl_s
+        super().__init__(
+            lane.channel,
+            number,
+            namespace,
+            keys,
+            ttl_s=ttl_s,
+            timeout_s=timeout_s,
+            give_back=lambda usable: give_back(lane, usable),
+            meter=meter,
+        )
 
     def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
+        """See `LayerSink`."""
         if not len(self._mine):
             return
         layers = (layer, layer + 1)
         self._landing.land(self._rows, blocks, layers, Deadline(timeout_s), publish_ttl_s=self._ttl_s)
-
-    def commit(self, timeout_s: float) -> Mask:
-        done = np.zeros(len(self.statuses), dtype=np.bool_)
-        done[self._mine] = self._settle(Op.COMMIT, timeout_s)
-        written = int(np.count_nonzero(done))
-        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
-        return done
-
-    def abort(self, timeout_s: float) -> None:
-        self._settle(Op.ABORT, timeout_s)
-
-    def _settle(self, op: Op, timeout_s: float) -> Mask:
-        try:
-            if not len(self._mine):
-                return np.zeros(0, dtype=np.bool_)
-            named = RefRequest.of(self._rows["handle"], self._rows["generation"], self._number)
-            answer = self._channel.call(op, named.encode(), Deadline(timeout_s))
-            return np.frombuffer(answer, dtype=np.bool_, count=len(self._mine))
-        finally:
-            if self._open:
-                self._open = False
-                self._give_back(self._lane, self._channel.usable)

@@ -214,7 +214,7 @@ class TcpLink:
                 keys,
                 ttl_s=ttl_s,
                 timeout_s=timeout_s,
-                give_back=self._give_back,
+                give_back=lambda usable: self._give_back(channel, usable),
                 meter=self.meter,
             )
         except BaseException:

@@ -319,12 +319,12 @@ class TcpLayerSource:
         self.settled = int(alive.min()) if len(alive) else self._wanted.layers
 
 
-class TcpLayerSink:
-    """`LayerSink` over TCP.
+class RemoteLayerSink:
+    """What sinks behind a data port have in common: the server knows the reservation by its connection, which is the
+    sink's alone until `commit` or `abort`.
 
     Args:
-        channel: this sink's alone until `commit` or `abort`: the server knows the reservation by its connection.
-        give_back: takes the channel at the end, and whether it can be used again.
+        give_back: takes the connection at the end, and whether it can be used again.
         meter: the link's.
     """
 
@@ -337,13 +337,12 @@ class TcpLayerSink:
         *,
         ttl_s: float,
         timeout_s: float,
-        give_back: Callable[[Channel, bool], None],
+        give_back: Callable[[bool], None],
         meter: LinkMeter,
     ) -> None:
         self._channel, self._number, self._namespace = channel, number, namespace
-        self._meter = meter
+        self._give_back, self._meter = give_back, meter
         self._ttl_ms = max(1, int(ttl_s * 1000))
-        self._give_back = give_back
         self._open = True
         request = KeyRequest(number, keys, ttl_ms=self._ttl_ms, size_bytes=namespace.block_bytes)
         answer = channel.call(Op.RESERVE, request.encode(), Deadline(timeout_s))
@@ -352,7 +351,38 @@ class TcpLayerSink:
         self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
         self._rows = rows[self._mine]
 
+    def commit(self, timeout_s: float) -> Mask:
+        """See `LayerSink`."""
+        done = np.zeros(len(self.statuses), dtype=np.bool_)
+        done[self._mine] = self._settle(Op.COMMIT, timeout_s)
+        written = int(np.count_nonzero(done))
+        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
+        return done
+
+    def abort(self, timeout_s: float) -> None:
+        """See `LayerSink`."""
+        self._settle(Op.ABORT, timeout_s)
+
+    def _settle(self, op: Op, timeout_s: float) -> Mask:
+        try:
+            if not len(self._mine):
+                return np.zeros(0, dtype=np.bool_)
+            answer = self._channel.call(op, self._named(0).encode(), Deadline(timeout_s))
+            return np.frombuffer(answer, dtype=np.bool_, count=len(self._mine))
+        finally:
+            if self._open:
+                self._open = False
+                self._give_back(self._channel.usable)
+
+    def _named(self, layers_ready: int) -> RefRequest:
+        return RefRequest.of(self._rows["handle"], self._rows["generation"], self._number, layers_ready, self._ttl_ms)
+
+
+class TcpLayerSink(RemoteLayerSink):
+    """`LayerSink` over TCP."""
+
     def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
+        """See `LayerSink`."""
         if not len(self._mine):
             return
         size = self._namespace.layer_bytes
@@ -369,27 +399,3 @@ class TcpLayerSink:
         with self._channel.exchange(Deadline(timeout_s)) as exchange:
             exchange.send_payload(Op.WRITE_LAYER, named.encode(), len(self._mine) * (size + 8), pieces())
             exchange.whole_reply()
-
-    def commit(self, timeout_s: float) -> Mask:
-        done = np.zeros(len(self.statuses), dtype=np.bool_)
-        done[self._mine] = self._settle(Op.COMMIT, timeout_s)
-        written = int(np.count_nonzero(done))
-        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
-        return done
-
-    def abort(self, timeout_s: float) -> None:
-        self._settle(Op.ABORT, timeout_s)
-
-    def _settle(self, op: Op, timeout_s: float) -> Mask:
-        try:
-            if not len(self._mine):
-                return np.zeros(0, dtype=np.bool_)
-            answer = self._channel.call(op, self._named(0).encode(), Deadline(timeout_s))
-            return np.frombuffer(answer, dtype=np.bool_, count=len(self._mine))
-        finally:
-            if self._open:
-                self._open = False
-                self._give_back(self._channel, self._channel.usable)
-
-    def _named(self, layers_ready: int) -> RefRequest:
-        return RefRequest.of(self._rows["handle"], self._rows["generation"], self._number, layers_ready, self._ttl_ms)
