@@ -66,7 +66,7 @@ WAIT_S_MAX = 1.0  # for a writer's next layer, in one request
 LOOK_S = 0.0005  # between looks at blocks that are still being written
 OPTIMISTIC_BYTES_MAX = 64 << 10
 KNOWN_SUMS_MAX = 1 << 16
-LOCATE_SUMS_MAX = 64 << 10  # 512 KiB of an answer's body
+LAYERS_SUMS_MAX = 64 << 10  # 512 KiB of an answer's body
 FABRIC_TIMEOUT_S = 0.5
 _FORWARDED = frozenset(
     {
@@ -612,6 +612,10 @@ class _Connection:
             )
         if request.group < 1 or (request.group > 1 and request.size != held.layer_bytes):
             raise UsageError(f"groups of {request.group} layers, of {request.size} bytes of each")
+        if len(request.rows) * max(0, request.layers[1] - request.layers[0]) > LAYERS_SUMS_MAX:
+            raise UsageError(
+                f"{len(request.rows)} blocks of layers {request.layers} at once; at most {LAYERS_SUMS_MAX}"
+            )
         rows = request.rows.astype(np.int64)
         blocks = held.blocks
         blocks.renew(time.monotonic())
@@ -626,10 +630,6 @@ class _Connection:
 
     def _locate(self, frame: Frame, request: LayersRequest, deadline: Deadline) -> None:
         """Where layers of blocks on hold lie, as far as their writers have come; the client reads them by itself."""
-        if len(request.rows) * max(0, request.layers[1] - request.layers[0]) > LOCATE_SUMS_MAX:
-            raise UsageError(
-                f"{len(request.rows)} blocks of layers {request.layers} at once; at most {LOCATE_SUMS_MAX}"
-            )
         held, mine, answer = self._ready(request)
         late = np.flatnonzero(answer.found == Found.UNFINISHED)
         if len(late):  # who wants whole blocks waits for the SSD, and not for writers
