@@ -605,6 +605,10 @@ class _Connection:
         held = self._held
         if held is None or (len(request.rows) and int(request.rows.max()) >= len(held.request.keys)):
             raise UsageError("LAYERS of blocks that are not on hold")
+        if len(request.rows) * max(0, request.layers[1] - request.layers[0]) > LAYERS_SUMS_MAX:
+            raise UsageError(
+                f"{len(request.rows)} blocks of layers {request.layers} at once; at most {LAYERS_SUMS_MAX}"
+            )
         first, end = request.layers
         if not 0 <= first < end <= held.layers or request.size < 1 or request.start + request.size > held.layer_bytes:
             raise UsageError(
@@ -612,10 +616,6 @@ class _Connection:
             )
         if request.group < 1 or (request.group > 1 and request.size != held.layer_bytes):
             raise UsageError(f"groups of {request.group} layers, of {request.size} bytes of each")
-        if len(request.rows) * max(0, request.layers[1] - request.layers[0]) > LAYERS_SUMS_MAX:
-            raise UsageError(
-                f"{len(request.rows)} blocks of layers {request.layers} at once; at most {LAYERS_SUMS_MAX}"
-            )
         rows = request.rows.astype(np.int64)
         blocks = held.blocks
         blocks.renew(time.monotonic())
