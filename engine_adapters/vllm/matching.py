@@ -27,7 +27,7 @@ __all__ = ["Lookups", "Match", "Parts", "extra_of"]
 PATIENCE_S = 0.0008
 Mask = NDArray[np.bool_]
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class Parts:
@@ -129,11 +129,11 @@ class Lookups:
             try:
                 match.fill(self._parts, plan=self._plan)
             except KvStoreError as fault:
-                _log.warning(
+                log.warning(
                     "lookup of a prompt of %d tokens failed, it counts as a miss: %s", len(match.tokens), fault
                 )
             except Exception:  # without an answer the request would wait for ever
-                _log.exception("lookup of a prompt of %d tokens met a bug, it counts as a miss", len(match.tokens))
+                log.exception("lookup of a prompt of %d tokens met a bug, it counts as a miss", len(match.tokens))
             finally:
                 match.done.set()
 

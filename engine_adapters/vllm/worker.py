@@ -1,8 +1,8 @@
 """A worker's side: blocks go between the store and the engine's KV cache, layer by layer, during the forward pass.
 
 One stream brings all that a step loads, one takes all that it saves. A layer waits for its own blocks and for no
-others. Once a block did not come, what the step computes after it is wrong for some request: saving stops at that layer,
-before anybody could see more of it, and the engine recomputes.
+others. Once a block did not come, what the step computes after it is wrong for some request: saving stops at that
+layer, before anybody could see more of it, and the engine recomputes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Moving:
             self._wait(self._load, self._layers[name])
 
     def after_layer(self, plan: StepPlan, name: str) -> None:
-        """This layer's KV has been written."""
+        """The KV of this layer has been written."""
         self._begin(plan)
         if not len(plan.save) or self._broken or not self.geometry.writes or name not in self._layers:
             return
