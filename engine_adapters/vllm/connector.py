@@ -96,7 +96,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
                 raise Unsupported("context parallelism")
-            layers = get_layers_from_vllm_config(config, AttentionLayerBase, list(kv_caches))  # pyright: ignore[reportArgumentType] - an abstract class is meant
+            layers = get_layers_from_vllm_config(config, AttentionLayerBase, list(kv_caches))
             probes, backend = probes_of(layers)
             ranks = Ranks(
                 get_tensor_model_parallel_rank(), parallel.tensor_parallel_size, model.get_total_num_kv_heads()
@@ -109,7 +109,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             namespace = Namespace(
                 model=name,
                 revision=revision,
-                dtype=geometry.dtype,
+                dtype=geometry.memory.dtype,
                 block_tokens=geometry.block_tokens,
                 layout=geometry.layout,
                 pipeline=(pipeline.rank_in_group, pipeline.world_size),

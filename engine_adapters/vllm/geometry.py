@@ -97,56 +97,76 @@ ORDERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
-    """A worker's blocks: how the store names them, and how they are reached."""
+class BlockMemory:
+    """Where the blocks of each layer are."""
 
-    layout: CanonicalLayout | OpaqueLayout
-    dtype: str
-    block_tokens: int
     layer_names: tuple[str, ...]
-    heads: tuple[int, int] | None
-    """This rank's half-open range of the KV heads; None where blocks can't be cut by heads."""
-
-    part: tuple[int, int]
-    """Which of how many writers of a block this rank is."""
-
-    writes: bool
-    """False where another rank, which holds the same, writes."""
-
-    buffers: tuple[Tensor, ...]
-    """Each layer's memory as flat uint8, from its block 0 on."""
-
-    stride: int
-    """From one block to the next, in slices of this rank."""
-
     caches: tuple[Tensor, ...]
     """Each layer's cache, [blocks, heads, tokens, content], as registered."""
 
-    order: Order | None
+    buffers: tuple[Tensor, ...]
+    """The same memory as flat uint8, from block 0 on."""
+
+    slice_bytes: int
+    """Of one layer of one block."""
+
+    stride: int
+    """From one block to the next, in slices."""
+
+    parts: int
+    """How many blocks of the backend make one of the scheduler."""
+
+    @property
+    def dtype(self) -> str:
+        """Of an element, as namespaces name it."""
+        return str(self.caches[0].dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.caches[0].device
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A worker's blocks: how the store names them, and how they are reached."""
+
+    memory: BlockMemory
+    layout: CanonicalLayout | OpaqueLayout
+    block_tokens: int
+    heads: tuple[int, int] | None = None
+    """This rank's half-open range of the KV heads; None where blocks can't be cut by heads."""
+
+    part: tuple[int, int] = (0, 1)
+    """Which of how many writers of a block this rank is."""
+
+    writes: bool = True
+    """False where another rank, which holds the same, writes."""
+
+    order: Order | None = None
     """What has to be changed into the canonical layout and back; None where bytes move as they are."""
 
     def to_canonical(self, layer: int, block_ids: Tensor) -> Tensor:
-        """A layer of these blocks in the store's order: uint8 [n, slice], a copy."""
-        assert self.order is not None
-        views = self.order.split(self.caches[layer], self._head_dim)
+        """A layer of these blocks in the store's order: uint8 [n, slice bytes], a copy."""
+        views = self._views(layer)
         keys, values = (view.index_select(0, block_ids).flatten(2) for view in (views.keys, views.values))
         return torch.cat([keys, values], dim=-1).flatten(1).contiguous().view(torch.uint8)
 
     def from_canonical(self, layer: int, block_ids: Tensor) -> None:
         """Arrange anew, in place, what has arrived in the store's order."""
-        assert self.order is not None
-        cache = self.caches[layer]
-        head_dim, (heads, tokens, _) = self._head_dim, cache.shape[1:]
-        cut = tokens * head_dim
-        arrived = _flat_blocks(cache).index_select(0, block_ids).unflatten(-1, (heads, -1))
-        views = self.order.split(cache, head_dim)
-        views.keys[block_ids] = arrived[..., :cut].unflatten(-1, (tokens, head_dim))
-        views.values[block_ids] = arrived[..., cut:].unflatten(-1, (tokens, -1))
+        views = self._views(layer)
+        cache = self.memory.caches[layer]
+        elements = _page_elements(cache)
+        flat = cache.as_strided((cache.shape[0], elements), (cache.stride(0), 1), cache.storage_offset())
+        arrived = flat.index_select(0, block_ids).unflatten(-1, (cache.shape[1], -1))
+        cut = views.keys[0, 0].numel()
+        views.keys[block_ids] = arrived[..., :cut].unflatten(-1, views.keys.shape[2:])
+        views.values[block_ids] = arrived[..., cut:].unflatten(-1, views.values.shape[2:])
 
-    @property
-    def _head_dim(self) -> int:
+    def _views(self, layer: int) -> KvViews:
+        assert self.order is not None
         assert isinstance(self.layout, CanonicalLayout)
-        return self.layout.head_dim
+        return self.order.split(self.memory.caches[layer], self.layout.head_dim)
 
 
 def measure(
@@ -171,64 +191,68 @@ def measure(
     Raises Unsupported.
     """
     spec = _only_spec(config)
+    memory = _block_memory(config, caches)
+    latent = isinstance(spec, MLAAttentionSpec)
+    order = None
+    if wanted != "opaque" and memory.parts == 1 and not latent:
+        asked = [probes[name] for name in memory.layer_names if name in probes]
+        order = find_order(memory.caches[0], spec, asked, len(memory.layer_names))
+    if order is not None:
+        return _canonical(spec, memory, ranks, order, as_is=wanted == "auto")
+    if wanted == "canonical":
+        raise Unsupported(f"layout='canonical': where {backend} keeps K and V could not be found out")
+    return _opaque(spec, memory, ranks, backend, every_rank_the_same=latent)
+
+
+def _canonical(spec: AttentionSpec, memory: BlockMemory, ranks: Ranks, order: Order, *, as_is: bool) -> Geometry:
+    """Blocks that can be cut by heads: in the engine's own order, if that is wanted and can be, else in the store's."""
+    mine = spec.num_kv_heads
+    in_a_row = memory.caches[0][0].is_contiguous()
+    kept = order.key_order if in_a_row and (as_is or order.key_order == "token") else None
+    layers = len(memory.layer_names)
+    return Geometry(
+        memory,
+        CanonicalLayout(layers, ranks.kv_heads, spec.head_size, spec.head_size_v, key_order=kept or "token"),
+        spec.block_size,
+        heads=ranks.heads(mine),
+        part=(ranks.tp_rank // ranks.replicas(mine), ranks.tp_size // ranks.replicas(mine)),
+        writes=ranks.writes(mine),
+        order=None if kept else order,
+    )
+
+
+def _opaque(
+    spec: AttentionSpec, memory: BlockMemory, ranks: Ranks, backend: str, *, every_rank_the_same: bool
+) -> Geometry:
+    """Blocks that only engines like this one understand: all that tells such engines apart is in the name."""
+    cache = memory.caches[0]
+    alone = every_rank_the_same or ranks.tp_size == 1
+    place = "" if alone else f" rank {ranks.tp_rank} of {ranks.tp_size}"
+    tag = f"vllm-kv/1 {backend} {tuple(cache.shape[1:])} {cache.stride()[1:]} x{memory.parts}{place}"
+    layout = OpaqueLayout(tag, len(memory.layer_names), memory.slice_bytes)
+    return Geometry(memory, layout, spec.block_size, writes=not every_rank_the_same or ranks.tp_rank == 0)
+
+
+def _block_memory(config: KVCacheConfig, caches: Mapping[str, Tensor]) -> BlockMemory:
     names = tuple(name for group in config.kv_cache_groups for name in group.layer_names if name in caches)
     if not names:
         raise Unsupported("no layer of this worker has a KV cache")
     tensors = tuple(caches[name] for name in names)
-    shapes = {(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in tensors}
-    if len(shapes) != 1 or tensors[0].dim() != 4:
-        raise Unsupported("layers differ in shape, dtype or strides")
     first = tensors[0]
-    dtype = str(first.dtype).removeprefix("torch.")
-    if dtype not in ITEM_BYTES:
-        raise Unsupported(f"a KV cache of {dtype}; allowed is one of {', '.join(ITEM_BYTES)}")
-    kernel_blocks, uneven = divmod(first.shape[0], config.num_blocks)
-    if uneven or not kernel_blocks:
+    if first.dim() != 4 or len({(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors}) != 1:
+        raise Unsupported("layers differ in shape, dtype or strides")
+    parts, uneven = divmod(first.shape[0], config.num_blocks)
+    if uneven or not parts:
         raise Unsupported(f"{first.shape[0]} blocks of the backend for {config.num_blocks} of the scheduler")
-    page = _page_elements(first) * kernel_blocks
-    if first.stride(0) * kernel_blocks % page or (kernel_blocks > 1 and first.stride(0) * kernel_blocks != page):
+    page, step = _page_elements(first) * parts, first.stride(0) * parts
+    if step % page or (parts > 1 and step != page):
         raise Unsupported(f"blocks with strides {first.stride()} do not begin at multiples of their size")
-    mla = isinstance(spec, MLAAttentionSpec)
-    order = None
-    if wanted != "opaque" and kernel_blocks == 1 and not mla:
-        order = find_order(first, spec, [probes[name] for name in names if name in probes], len(names))
-    if wanted == "canonical" and order is None:
-        raise Unsupported(f"layout='canonical': where {backend} keeps K and V could not be found out")
-    mine = spec.num_kv_heads
-    common = {
-        "dtype": dtype,
-        "block_tokens": spec.block_size,
-        "layer_names": names,
-        "buffers": tuple(_from_first_block(tensor) for tensor in tensors),
-        "stride": first.stride(0) * kernel_blocks // page,
-        "caches": tensors,
-    }
-    if order is None:
-        alone = mla or ranks.tp_size == 1
-        place = "" if alone else f" rank {ranks.tp_rank} of {ranks.tp_size}"
-        inner = f"{tuple(first.shape[1:])} {first.stride()[1:]} x{kernel_blocks}"
-        tag = f"vllm-kv/1 {backend} {inner}{place}"
-        layout = OpaqueLayout(tag, len(names), page * first.element_size())
-        return Geometry(
-            layout=layout, heads=None, part=(0, 1), writes=not mla or ranks.tp_rank == 0, order=None, **common
-        )
-    writers = ranks.tp_size // ranks.replicas(mine)
-    as_is = wanted == "auto" and order.key_order is not None and first[0].is_contiguous()
-    same = order.key_order == "token" and first[0].is_contiguous()
-    return Geometry(
-        layout=CanonicalLayout(
-            len(names),
-            ranks.kv_heads,
-            spec.head_size,
-            spec.head_size_v,
-            key_order=order.key_order if as_is and order.key_order else "token",
-        ),
-        heads=ranks.heads(mine),
-        part=(ranks.tp_rank // ranks.replicas(mine), writers),
-        writes=ranks.writes(mine),
-        order=None if as_is or same else order,
-        **common,
+    memory = BlockMemory(
+        names, tensors, tuple(map(_from_first_block, tensors)), page * first.element_size(), step // page, parts
     )
+    if memory.dtype not in ITEM_BYTES:
+        raise Unsupported(f"a KV cache of {memory.dtype}; allowed is one of {', '.join(ITEM_BYTES)}")
+    return memory
 
 
 def find_order(cache: Tensor, spec: AttentionSpec, probes: Sequence[Probe], layers: int) -> Order | None:
@@ -294,11 +318,6 @@ def _from_first_block(cache: Tensor) -> Tensor:
     first = cache.storage_offset() * size
     last = first + (cache.shape[0] - 1) * cache.stride(0) * size + _page_elements(cache) * size
     return whole[first:last]
-
-
-def _flat_blocks(cache: Tensor) -> Tensor:
-    """Each block's elements in the order of memory: [blocks, elements]."""
-    return cache.as_strided((cache.shape[0], _page_elements(cache)), (cache.stride(0), 1), cache.storage_offset())
 
 
 def probes_of(layers: Mapping[str, Any]) -> tuple[dict[str, Probe], str]:

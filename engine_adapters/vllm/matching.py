@@ -129,9 +129,7 @@ class Lookups:
             try:
                 match.fill(self._parts, plan=self._plan)
             except KvStoreError as fault:
-                log.warning(
-                    "lookup of a prompt of %d tokens failed, it counts as a miss: %s", len(match.tokens), fault
-                )
+                log.warning("lookup of a prompt of %d tokens failed, it counts as a miss: %s", len(match.tokens), fault)
             except Exception:  # without an answer the request would wait for ever
                 log.exception("lookup of a prompt of %d tokens met a bug, it counts as a miss", len(match.tokens))
             finally:

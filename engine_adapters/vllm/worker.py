@@ -71,7 +71,7 @@ class Moving:
     _paused_s: float = 0.0  # the forward pass, for loads and saves
 
     def __post_init__(self) -> None:
-        self._layers = {name: number for number, name in enumerate(self.geometry.layer_names)}
+        self._layers = {name: number for number, name in enumerate(self.geometry.memory.layer_names)}
 
     # --- a step, in the order of its calls ---------------------------------------------------------------------------
 
@@ -162,11 +162,11 @@ class Moving:
         try:
             stream = self.client.layer_stream(
                 keys,
-                list(geometry.buffers),
+                list(geometry.memory.buffers),
                 heads=geometry.heads,
-                slots=batch.block_ids * geometry.stride,
+                slots=batch.block_ids * geometry.memory.stride,
                 ttl_s=LEASE_S,
-                stream=_current_stream(geometry.buffers[0]),
+                stream=_current_stream(geometry.memory.device),
             )
         except KvStoreError as fault:
             _log.warning("no stream of %d blocks, they are recomputed: %s", len(batch), fault)
@@ -213,8 +213,7 @@ class Moving:
             self._fail(lost)
         came = int(load.arrived.sum())
         took_s = arrived_s[-1] - load.began_s if arrived_s else 0.0
-        heads_bytes = self._slice_bytes * len(self._layers)
-        self.tally.add(loads=1, load_blocks=came, load_bytes=came * heads_bytes, load_s=took_s)
+        self.tally.add(loads=1, load_blocks=came, load_bytes=came * self._block_bytes, load_s=took_s)
         return max(took_s, 1e-6) if came == len(load.block_ids) else 0.0
 
     # --- saving ------------------------------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ class Moving:
         except KvStoreError as fault:
             _log.warning("no stream to save %d blocks: %s", len(batch), fault)
             return None
-        return _Save(stream, batch.block_ids * geometry.stride, self._on_device(batch.block_ids))
+        return _Save(stream, batch.block_ids * geometry.memory.stride, self._on_device(batch.block_ids))
 
     def _publish(self, save: _Save, layer: int) -> bool:
         """Hand on a layer; False when the rest is not worth it."""
@@ -238,7 +237,7 @@ class Moving:
             return False  # others have these blocks, or there is no room
         try:
             if self.geometry.order is None:
-                save.stream.write(layer, self.geometry.buffers[layer], slots=save.slots)
+                save.stream.write(layer, self.geometry.memory.buffers[layer], slots=save.slots)
             else:
                 save.stream.write(layer, self.geometry.to_canonical(layer, save.block_ids))
         except KvStoreError as fault:
@@ -276,26 +275,22 @@ class Moving:
                 "%d of %d blocks were not stored: the store did not answer in time", mine - result.stored, mine
             )
         saved |= (result.statuses == PutStatus.STORED) | (result.statuses == PutStatus.EXISTS)
-        size = self._slice_bytes * len(self._layers)
         self.tally.add(
             saves=1,
             save_blocks=result.stored,
-            save_bytes=result.stored * size,
+            save_bytes=result.stored * self._block_bytes,
             unsaved_blocks=int(np.count_nonzero(result.statuses >= PutStatus.NO_ROOM)),
         )
         return saved
 
     @property
-    def _slice_bytes(self) -> int:
-        """Of one block's layer, this rank's part."""
-        namespace, heads = self.client.namespace, self.geometry.heads
-        if heads is None:
-            return namespace.layer_bytes
-        return namespace.layer_bytes * (heads[1] - heads[0]) // max(1, self.geometry.layout.kv_heads)  # pyright: ignore[reportAttributeAccessIssue] - with heads it is canonical
+    def _block_bytes(self) -> int:
+        """Of this rank's part of one block."""
+        return self.geometry.memory.slice_bytes * len(self._layers)
 
     def _on_device(self, block_ids: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(block_ids).to(self.geometry.buffers[0].device)
+        return torch.from_numpy(block_ids).to(self.geometry.memory.device)
 
 
-def _current_stream(tensor: Tensor) -> int | None:
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else None
+def _current_stream(device: torch.device) -> int | None:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
