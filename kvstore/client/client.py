@@ -39,7 +39,7 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.device.base import Device
 from kvstore.device.opening import open_device
-from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, ShardLink, Wanted
+from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, Part, ShardLink, Wanted
 from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
 from kvstore.transport.device_blocks import DeviceBlocks, as_device_blocks, is_on_device, on_device
@@ -392,19 +392,31 @@ class Client:
         self._each_shard(keys, ask)
         return PutResult(statuses, int(np.count_nonzero(statuses == PutStatus.STORED)) * size)
 
-    def publish_stream(self, keys: BlockKeys, *, ttl_s: float = 30.0) -> PublishStream:
+    def publish_stream(
+        self, keys: BlockKeys, *, heads: tuple[int, int] | None = None, ttl_s: float = 30.0
+    ) -> PublishStream:
         """Store blocks layer by layer, as they are computed. Readers follow each layer; `commit` makes them complete.
 
         Args:
             keys: of the n blocks.
-            ttl_s: after so long without a layer the blocks are dropped.
+            heads: half-open range of KV heads that this stream writes, as of one tensor-parallel rank; all unless
+            given. Canonical layouts only. Streams of other clients write the rest, in any order: a block is visible
+            once all its heads are committed, and dropped when one of its streams ends without a commit. Of heads that
+            another stream writes already, this one's are PENDING.
+            ttl_s: after so long without a layer the blocks are dropped; also when after so long not all heads have
+            their stream.
+
+        Raises:
+            UsageError: an argument is wrong; nothing was reserved.
         """
         _require_ttl(ttl_s)
+        start, size = self._heads(heads)
+        part = None if size == self._namespace.layer_bytes else Part(start, size)
         statuses = np.full(_count(keys), PutStatus.FAILED, dtype=np.uint8)
         parts: list[tuple[I64, LayerSink]] = []
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
-            sink = link.publish(keys.array[rows], ttl_s, deadline.left_s())
+            sink = link.publish(keys.array[rows], ttl_s, deadline.left_s(), part)
             parts.append((rows, sink))
             statuses[rows] = sink.statuses
 
@@ -415,7 +427,7 @@ class Client:
                 with contextlib.suppress(KvStoreError):
                     sink.abort(self._options.timeout_s)
             raise
-        return PublishStream(self._namespace, statuses, parts, self._options.timeout_s, self._staging_memory)
+        return PublishStream(self._namespace, statuses, parts, size, self._options.timeout_s, self._staging_memory)
 
     def delete(self, keys: BlockKeys) -> int:
         """Remove blocks; how many were there."""

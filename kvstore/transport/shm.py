@@ -27,7 +27,7 @@ from kvstore.core.states import PutStatus
 from kvstore.device.base import COPY_WAIT_S_MIN, Device
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part, Wanted
 from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import Channel, Deadline, Stream
@@ -170,9 +170,9 @@ class ShardCalls:
         """Number of a namespace."""
         return int.from_bytes(self.channel.call(Op.OPEN, encode_json(namespace), deadline), "little")
 
-    def reserve(self, request: KeyRequest, deadline: Deadline) -> NDArray[np.void]:
-        """`RESERVE_ROW` of each key."""
-        return decode_rows(self.channel.call(Op.RESERVE, request.encode(), deadline), RESERVE_ROW, len(request.keys))
+    def reserve(self, request: KeyRequest, deadline: Deadline, part: Part | None = None) -> NDArray[np.void]:
+        """`RESERVE_ROW` of each key: blocks, or a part of each."""
+        return decode_rows(self.channel.call(*Part.reserve(request, part), deadline), RESERVE_ROW, len(request.keys))
 
     def settle(self, op: Op, rows: NDArray[np.void], deadline: Deadline) -> Mask:
         """COMMIT or ABORT of reserved rows; for which it came in time."""
@@ -400,7 +400,7 @@ class SharedMemoryLink:
             damaged=(lambda wrong: self._drop_damaged(wrong, timeout_s)) if self._checksums else None,
         )
 
-    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedLayerSink:
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float, part: Part | None = None) -> SharedLayerSink:
         self._require_usable()
         self._session.tell(self._asked, Deadline(timeout_s))
         self._asked.end(keys)
@@ -413,6 +413,7 @@ class SharedMemoryLink:
             timeout_s=timeout_s,
             checksums=self._checksums,
             meter=self.meter,
+            part=part,
         )
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:

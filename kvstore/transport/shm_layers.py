@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, Wanted
 from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Deadline
 from kvstore.transport.copying import CopyPlan, copy_blocks
@@ -236,8 +236,9 @@ class SharedLayerSink:
     Args:
         session: the link's.
         number: of the namespace on this shard.
-        checksums: also write the sums of the layers, with the commit.
+        checksums: also write the sums of the layers, with the commit. A part has none: sums are those of whole slices.
         meter: the link's.
+        part: of each layer, where others write the rest.
     """
 
     def __init__(
@@ -251,22 +252,25 @@ class SharedLayerSink:
         timeout_s: float,
         checksums: bool,
         meter: LinkMeter,
+        part: Part | None = None,
     ) -> None:
-        self._session, self._number, self._namespace, self._ttl_s = session, number, namespace, ttl_s
+        self._session, self._namespace, self._ttl_s = session, namespace, ttl_s
         self._meter = meter
+        self._part = part or Part(0, namespace.layer_bytes)
         request = KeyRequest(number, keys, ttl_ms=int(ttl_s * 1000), size_bytes=namespace.block_bytes)
-        rows = session.reserve(request, Deadline(timeout_s))
+        rows = session.reserve(request, Deadline(timeout_s), part)
         self.statuses: U8 = rows["status"].copy()
         self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
         self._rows = rows[self._mine]
         self._offsets: I64 = self._rows["offset"].astype(np.int64)
-        self._sums = np.zeros((len(self._mine), namespace.layers), dtype=np.uint64) if checksums else None
+        summed = checksums and part is None
+        self._sums = np.zeros((len(self._mine), namespace.layers), dtype=np.uint64) if summed else None
 
     def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
         if not len(self._mine):
             return
-        size = self._namespace.layer_bytes
-        starts = self._offsets + layer * size
+        size = self._part.size
+        starts = self._offsets + (layer * self._namespace.layer_bytes + self._part.start)
         pool = self._session.shared.pool
         copy_blocks(pool, starts, blocks.memory, blocks.offsets, size)
         if self._sums is not None:
@@ -283,7 +287,7 @@ class SharedLayerSink:
             write_trailers(self._session.shared.pool, self._offsets, size, self._rows["generation"], self._sums)
         done[self._mine] = self._session.settle(Op.COMMIT, self._rows, Deadline(timeout_s))
         written = int(np.count_nonzero(done))
-        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
+        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.layers * self._part.size)
         return done
 
     def abort(self, timeout_s: float) -> None:
