@@ -397,6 +397,7 @@ class SharedMemoryLink:
             ttl_s=ttl_s,
             timeout_s=timeout_s,
             meter=self.meter,
+            damaged=(lambda wrong: self._drop_damaged(wrong, timeout_s)) if self._checksums else None,
         )
 
     def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedLayerSink:
@@ -416,6 +417,10 @@ class SharedMemoryLink:
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))
+
+    def _drop_damaged(self, keys: Keys, timeout_s: float) -> None:
+        """It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again."""
+        self.delete(keys, timeout_s)
 
     def pin(self, keys: Keys, on: bool, timeout_s: float) -> Mask:
         return self._session.ask(Op.PIN, KeyRequest(self._number, keys, flag=int(on)), Deadline(timeout_s))
@@ -472,8 +477,7 @@ class SharedMemoryLink:
         if self._checksums and not isinstance(into, DeviceBlocks):
             matching = self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)
             if not matching.all():
-                # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
-                self.delete(keys[rows[good[~matching]]], deadline.left_s())
+                self._drop_damaged(keys[rows[good[~matching]]], deadline.left_s())
             good = good[matching]
         return rows[good], rows[there[~standing]], cold
 

@@ -6,8 +6,10 @@ a layer of a committed block is a copy and a look at the clock; of an unfinished
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,7 @@ from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Deadline
 from kvstore.transport.copying import CopyPlan, copy_blocks
 from kvstore.transport.holding import LayerHold
-from kvstore.transport.trailer import sums_of, write_trailers
+from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import Op
 from kvstore.wire.messages import KeyRequest
 
@@ -54,6 +56,7 @@ class SharedLayerSource:
         number: of the namespace on this shard.
         wanted, into: what to read, and where it goes.
         meter: the link's.
+        damaged: told of blocks whose bytes do not match their sums; None leaves the sums alone.
     """
 
     def __init__(
@@ -68,11 +71,14 @@ class SharedLayerSource:
         ttl_s: float,
         timeout_s: float,
         meter: LinkMeter,
+        damaged: Callable[[Keys], None] | None = None,
     ) -> None:
         self._session, self._keys, self._namespace = session, keys, namespace
         self._wanted, self._into = wanted, into
         self._timeout_s = timeout_s
         self._meter = meter
+        self._damaged = damaged
+        self._wrong: list[Keys] = []  # met, but not told yet: the session may be in the middle of a call
         self._hold = LayerHold(session, number, namespace.layers, namespace.block_bytes, keys, ttl_s)
         self._copying = threading.Lock()  # held while the caller's memory is written to, under leases that must last
         self._closed = False
@@ -88,6 +94,7 @@ class SharedLayerSource:
         deadline = Deadline(timeout_s)
         if self._closed:
             raise Unavailable("the stream was given up")
+        self._tell_damaged()
         if len(self._waiting) and time.monotonic() >= self._look_at_s:
             self._look(deadline)
         limit = self._limit()
@@ -111,6 +118,8 @@ class SharedLayerSource:
         with self._copying:
             self._closed = True
         self._hold.release(Deadline(self._timeout_s))
+        with contextlib.suppress(Unavailable):  # the shard is gone, and the blocks with it
+            self._tell_damaged()
 
     def _begin(self, deadline: Deadline) -> None:
         hold = self._hold
@@ -176,10 +185,41 @@ class SharedLayerSource:
                 for layer in range(cohort.next, end):
                     place, start = layer - wanted.first, layer * layer_bytes + wanted.start
                     plan.copy(into.memories[place], into.shifts[place], pool, start, wanted.size)
+            wrong = None if self._damaged is None else self._mismatching(cohort.rows, cohort.next, end)
             self._hold.require_valid()
         self._meter.add(read_blocks=len(cohort.rows) * fresh, read_bytes=(end - cohort.next) * each)
         cohort.next = end
+        if wrong is not None and wrong.any():
+            self._leave_out(cohort, wrong)
         self.arrived[cohort.rows] = end - wanted.first
+
+    def _mismatching(self, rows: I64, first: int, end: int) -> Mask:
+        """Which blocks hold bytes that do not match the sums of these layers. Blocks without sums match."""
+        namespace, offsets = self._namespace, self._hold.offsets[rows]
+        pool, size = self._session.shared.pool_read_only, namespace.layer_bytes
+        trailers = read_trailers(pool, offsets, namespace.block_bytes, namespace.layers)
+        wrong = np.zeros(len(rows), dtype=np.bool_)
+        for place in np.flatnonzero(trailers[:, 0] == self._hold.generations[rows]).tolist():
+            start = int(offsets[place])
+            # In the pool, where a lease holds them: a range of heads has no sum of its own.
+            slices = memoryview(pool[start + first * size : start + end * size])
+            wrong[place] = sums_of(slices, size) != trailers[place, 1 + first : 1 + end].tolist()
+        return wrong
+
+    def _leave_out(self, cohort: _Cohort, wrong: Mask) -> None:
+        rows, cohort.rows = cohort.rows[wrong], cohort.rows[~wrong]
+        cohort.plan = CopyPlan(self._into.offsets[cohort.rows], self._hold.offsets[cohort.rows])
+        if not len(cohort.rows):
+            cohort.next = self._wanted.end
+        self._hold.gone[rows] = True
+        self._wrong.append(self._keys[rows])
+        self._meter.add(checksum_failures=len(rows))
+
+    def _tell_damaged(self) -> None:
+        wrong, self._wrong = self._wrong, []
+        for keys in wrong:
+            assert self._damaged is not None
+            self._damaged(keys)
 
     def _limit(self) -> int:
         """Layer of the block before which the memory may be written."""
