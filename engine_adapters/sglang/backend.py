@@ -76,6 +76,10 @@ def _no_transfers(_: object, transfers: Sequence[PoolTransfer], *__: object, **_
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
+def _nothing_restorable(*_: object, **__: object) -> PoolTransferResult:
+    return PoolTransferResult.empty()
+
+
 class KvStoreHiCache(HiCacheStorage):
     """HiCache's third level in a kvstore. Options: `engine_adapters.sglang.options`, or docs/sglang.md.
 
@@ -175,7 +179,7 @@ class KvStoreHiCache(HiCacheStorage):
 
     # --- v2: several pools -------------------------------------------------------------------------------------------
 
-    @_or_miss(lambda *_, **__: PoolTransferResult.empty())
+    @_or_miss(_nothing_restorable)
     def batch_exists_v2(
         self,
         keys: list[str],
