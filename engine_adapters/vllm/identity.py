@@ -44,8 +44,8 @@ def adapter_digest(name: str, path: str) -> bytes:
 
 
 def weights_digest(path: Path) -> str:
-    """Of a file of weights, or of all weights in a folder, by content: 32 hexadecimal digits, or nothing where there are
-    no weights. Reads every byte.
+    """Of a file of weights, or of all weights in a folder, by content: 32 hexadecimal digits, or nothing where there
+    are no weights. Reads every byte.
     """
     files = _weights(path)
     digest = xxhash.xxh3_128()
