@@ -10,10 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 import kvstore
-from kvstore.core.states import BlockState, PutStatus
+from kvstore.core.states import BlockState
 from kvstore.testing.cluster import ServerProcess
-from kvstore.testing.waiting import until
-from tests.client.sdk import one_line
 
 LAYERS, HEADS, BLOCKS = 3, 8, 10
 SPACE = kvstore.Namespace(
