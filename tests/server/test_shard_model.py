@@ -42,7 +42,8 @@ class Part:
     generation: int
     start: int
     end: int
-    writer: int | None  # session that may still write
+    client: int  # that reserved it
+    writer: int | None  # the same, while it may still write
     deadline_s: float
     layers_ready: int = 0
     done: bool = False
@@ -199,19 +200,16 @@ class ShardAgainstAModel(RuleBasedStateMachine):
             client = data.draw(clients)
             self.settle_parts(client, self.put_part(client, space, batch, share, 20_000), "commit")
 
-    @rule(client=clients, data=st.data(), how=st.sampled_from(["commit", "commit", "finish", "abort"]))
-    def settle_some_parts(self, client: int, data: st.DataObject, how: str) -> None:
-        known = [part for other in self.clients for part in other.parts[-30:]]
-        if known:
-            self.settle_parts(client, data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=12)), how)
+    @rule(data=st.data(), how=st.sampled_from(["commit", "commit", "finish", "abort"]))
+    def settle_some_parts(self, data: st.DataObject, how: str) -> None:
+        chosen, client = self.some_parts(data)
+        if chosen:
+            self.settle_parts(client, chosen, how)
 
     @rule(data=st.data(), layers_ready=st.integers(0, 4), ttl_ms=st.sampled_from([0, 0, 5000]))
     def publish_some_parts(self, data: st.DataObject, layers_ready: int, ttl_ms: int) -> None:
-        known = [part for other in self.clients for part in other.parts[-30:]]
-        if not known:
-            return
-        chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=8, unique=True))
-        client = data.draw(st.sampled_from([part.writer for part in chosen if part.writer is not None] or [0]))
+        chosen, client = self.some_parts(data)
+        chosen = list(dict.fromkeys(chosen))
         session = self.clients[client].session
         answers = self.shard.publish(session, self.refs(chosen), layers_ready, ttl_ms, self.clock.now_s)
         for part, answer in zip(chosen, answers.tolist(), strict=True):
@@ -415,6 +413,14 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         assert len(found) <= 1
         return found[0] if found else None
 
+    def some_parts(self, data: st.DataObject) -> tuple[list[Part], int]:
+        """Anybody's, running or long over, and mostly the client that had one of them."""
+        known = [part for other in self.clients for part in other.parts[-30:]]
+        if not known:
+            return [], 0
+        chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=12))
+        return chosen, data.draw(st.sampled_from([part.client for part in chosen]) | clients)
+
     def has_rows(self, block: Block) -> bool:
         """Whether the shard still has to remember the block's parts."""
         return block.state == BlockState.RESERVED or block.written
@@ -447,7 +453,7 @@ class ShardAgainstAModel(RuleBasedStateMachine):
             else:
                 block = self.grant(None, key, row, ttl_ms)
             deadline_s = self.clock.now_s + ttl_ms / 1000
-            part = Part(block, int(row["handle"]), int(row["generation"]), start, end, client, deadline_s)
+            part = Part(block, int(row["handle"]), int(row["generation"]), start, end, client, client, deadline_s)
             block.parts.append(part)
             granted.append(part)
         self.clients[client].parts += granted
