@@ -262,6 +262,17 @@ def test_two_ranks_may_share_one_client_and_paged_memory(server: ServerProcess, 
         np.testing.assert_array_equal(read_jointly(client, keys, split(4)), data)
 
 
+def test_ranks_may_publish_from_the_memory_of_a_device(server: ServerProcess) -> None:
+    with (
+        kvstore.connect(server.address, namespace=SPACE, transport="shm", device="host") as near,
+        kvstore.connect(server.address, namespace=SPACE, transport="tcp", device="host") as far,
+    ):
+        keys, data = prompt(near, 31), content(31)
+        near.delete(keys)
+        write_jointly([near, far], keys, data, split(2))
+        np.testing.assert_array_equal(read_jointly(far, keys, split(4)), data)
+
+
 def test_a_stream_of_all_heads_is_a_stream_of_whole_blocks(server: ServerProcess, transports: list[str]) -> None:
     with Ranks(server, transports, 1) as ranks:
         keys, data = prompt(ranks.reader, 27), content(27)
