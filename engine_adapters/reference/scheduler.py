@@ -202,7 +202,7 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Have blocks for so many tokens; False (and nothing done) when there are too few."""
-        fresh = self.pool.allocate(-(-tokens // self._block_tokens) - len(request.blocks))
+        fresh = self.pool.allocate(max(0, -(-tokens // self._block_tokens) - len(request.blocks)))
         if fresh is None:
             return False
         request.blocks += fresh
