@@ -21,8 +21,9 @@ def tiny_engine(model: PreTrainedModel, address: str | None = None, **options: A
         "block_tokens": BLOCK_TOKENS,
         "limits": LIMITS,
         "plan": False,
+        "timeout_s": TIMEOUT_S,
     }
-    return Engine(model, address=address, **{**settings, "timeout_s": TIMEOUT_S, **options})
+    return Engine(model, address=address, **{**settings, **options})
 
 
 def transformers_answer(model: PreTrainedModel, prompt: Sequence[int], new_tokens: int) -> Answer:
