@@ -141,25 +141,72 @@ def test_what_is_generated_is_saved_block_by_block(
     assert_same(next_answer, transformers_answer(model, turn, NEW_TOKENS))
 
 
+@pytest.mark.parametrize("step_tokens", [512, 40], ids=["one chunk", "chunks"])
 def test_of_a_load_that_breaks_off_the_leading_whole_blocks_count_and_the_rest_is_computed(
-    start: Start, client: kvstore.Client, model: LlamaForCausalLM
+    step_tokens: int, start: Start, client: kvstore.Client, model: LlamaForCausalLM
 ) -> None:
-    """The others of the same step are not touched by it, and nothing wrong is saved on top."""
-    tokens, other = prompt(TOKENS, seed=204), prompt(60, seed=205)
+    """The others of the same step are not touched by it, and nothing that was computed on top is saved or kept."""
+    tokens, other = prompt(TOKENS, seed=2040 + step_tokens), prompt(20, seed=2050 + step_tokens)
     keys = client.keys(tokens)
-    CacheAdapter(client, model).store(tokens[:48], compute(model, tokens[:48])[0])
-    with client.publish_stream(keys[3:]) as stream:  # three whole blocks, and three that never get their second layer
-        stream.write(0, np.full((3, client.namespace.layer_bytes), 255, dtype=np.uint8))  # 255 ... is no number
-        engine = start(follow=True)
-        engine.attention = Watched(engine, 1, stream.abort)
+    CacheAdapter(client, model).store(tokens[:16], compute(model, tokens[:16])[0])
+    with client.publish_stream(keys[1:3]) as stream:  # after a whole block, two that never get their second layer
+        stream.write(0, np.full((2, client.namespace.layer_bytes), 255, dtype=np.uint8))  # 255 ... is no number
+        engine = start(follow=True, limits=Limits(blocks=64, step_tokens=step_tokens, running=4))
+        watched = engine.attention = Watched(engine, 1, stream.abort)
         answers = engine.generate([tokens, other], NEW_TOKENS)
-    assert [answer.hit_tokens for answer in answers] == [48, 0]
+    assert watched.done
+    assert [answer.hit_tokens for answer in answers] == [16, 0]
     for answer, each in zip(answers, (tokens, other), strict=True):
         assert_same(answer, transformers_answer(model, each, NEW_TOKENS))
     assert_all_free(engine)
-    (again,) = start().generate([tokens], NEW_TOKENS)
-    assert again.hit_tokens == 96
-    assert_same(again, transformers_answer(model, tokens, NEW_TOKENS))
+    (kept,) = engine.generate([tokens], NEW_TOKENS)
+    (saved,) = start().generate([tokens], NEW_TOKENS)
+    assert (kept.hit_tokens, saved.hit_tokens) == (0, 96)
+    for again in (kept, saved):
+        assert_same(again, transformers_answer(model, tokens, NEW_TOKENS))
+
+
+def test_a_load_that_breaks_off_does_not_touch_requests_that_are_attended_to_in_the_same_go(
+    start: Start, client: kvstore.Client, model: LlamaForCausalLM
+) -> None:
+    short, tokens = (
+        prompt(6, seed=213),
+        prompt(33, seed=214),
+    )  # of the second one, one token is computed beside the load
+    engine = start(follow=True)
+    before, kept = engine.add(prompt(5, seed=215), 2 * NEW_TOKENS), engine.add(short, 2 * NEW_TOKENS)
+    engine.step()
+    engine.abort(before)  # so that block 0 is another request's
+    with client.publish_stream(client.keys(tokens)) as stream:
+        stream.write(0, np.full((2, client.namespace.layer_bytes), 255, dtype=np.uint8))
+        watched = engine.attention = Watched(engine, 1, stream.abort)
+        late = engine.add(tokens, NEW_TOKENS)
+        answers = {answer.number: answer for _ in range(20) for answer in engine.step()}
+    assert watched.done
+    assert_same(answers[kept], transformers_answer(model, short, 2 * NEW_TOKENS))
+    assert_same(answers[late], transformers_answer(model, tokens, NEW_TOKENS))
+
+
+def test_a_step_that_fails_during_a_load_can_be_taken_again(
+    server: ServerProcess, start: Start, model: LlamaForCausalLM
+) -> None:
+    tokens = prompt(TOKENS, seed=212)
+    start().generate([tokens], 1)
+    engine = start()
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no memory for layer 1")
+
+    engine.attention = Watched(engine, 1, fail)
+    engine.add(tokens, NEW_TOKENS)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.step()
+    engine.memory.clear(range(64))  # what came by then: all layers, or not
+    answers = [answer for _ in range(NEW_TOKENS) for answer in engine.step()]
+    assert_same(answers[0], transformers_answer(model, tokens, NEW_TOKENS))
+    assert_all_free(engine)
+    gauges = server.status()["shards"][0]["gauges"]
+    assert (gauges["reserved_blocks_now"], gauges["leases_now"]) == (0, 0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
