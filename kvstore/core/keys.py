@@ -161,14 +161,20 @@ class BlockKeys:
 
 
 def chain_keys(
-    namespace: Namespace, token_ids: TokenIds, *, extra: Extra | None = None, scheme: KeyScheme = DEFAULT_SCHEME
+    namespace: Namespace,
+    token_ids: TokenIds,
+    *,
+    extra: Extra | None = None,
+    scheme: KeyScheme = DEFAULT_SCHEME,
+    after: BlockKeys | None = None,
 ) -> BlockKeys:
     """Keys of the full blocks of `token_ids`; a last partial block has none.
 
     `token_ids`: a sequence of int, a 1-D integer array or a CPU tensor, each id from 0 to 2**31 - 1. `extra`: what the
     tokens do not say. Bytes are a salt, mixed into block 0 and so into every key. A mapping gives digests by block
     index, of images and the like: each changes the keys from its block on; one of the last, partial block changes none.
-    Raises UsageError naming the culprit.
+    `after`: the keys of the same sequence before these tokens, which continue its chain; block 0 is the first one after
+    them. Raises UsageError naming the culprit.
     """
     tokens = _tokens(token_ids)
     block_tokens = namespace.block_tokens
@@ -179,7 +185,11 @@ def chain_keys(
     for index, digest in _extras(extra, block_limit=-(-len(tokens) // block_tokens)).items():
         if index < count:
             steps[index] += len(digest).to_bytes(4, "little") + digest
-    first = (namespace.digest, _first_fingerprint(namespace))
+    if after is not None and len(after):
+        last = after.array[-1:].tobytes()
+        first = (last[:KEY_BYTES], last[KEY_BYTES:])
+    else:
+        first = (namespace.digest, _first_fingerprint(namespace))
     chain = _chain_blake3 if scheme.algorithm == "blake3" else _chain_xxh3
     return BlockKeys.frombuffer(b"".join(chain(first, steps, scheme.seed)))
 

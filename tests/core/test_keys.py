@@ -120,6 +120,18 @@ def test_prompts_have_equal_keys_exactly_when_tokens_and_extras_are_equal(
     )
 
 
+@every_scheme
+@given(tokens=few_tokens, salt=st.none() | st.binary(min_size=1, max_size=2), data=st.data())
+def test_a_chain_continued_after_any_block_is_the_chain_in_one_go(
+    scheme: KeyScheme, tokens: list[int], salt: bytes | None, data: st.DataObject
+) -> None:
+    extra = {0: salt} if salt and tokens else None
+    whole = chain_keys(NAMESPACE, tokens, extra=extra, scheme=scheme)
+    cut = data.draw(st.integers(0, len(whole)))
+    rest = chain_keys(NAMESPACE, tokens[4 * cut :], extra=None if cut else extra, scheme=scheme, after=whole[:cut])
+    assert BlockKeys.concat(whole[:cut], rest) == whole
+
+
 def test_extra_bytes_that_look_like_tokens_are_not_taken_for_tokens() -> None:
     tokens = [1, 2, 3, 4]
     next_tokens = np.array([5, 6, 7, 8], "<i4").tobytes()
