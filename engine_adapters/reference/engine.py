@@ -118,7 +118,9 @@ class Engine:
             self._store = StoreAdapter(self._client, self.memory, plan=plan, follow=follow)
         scheme = self._client.scheme if self._client else DEFAULT_SCHEME
         self.scheduler: Final = Scheduler(
-            limits, block_tokens, lambda tokens: kvstore.chain_keys(self.namespace, tokens, scheme=scheme)
+            limits,
+            block_tokens,
+            lambda tokens, after: kvstore.chain_keys(self.namespace, tokens, scheme=scheme, after=after),
         )
         self._number = 0
 

@@ -20,8 +20,8 @@ BLOCK = 4
 NAMESPACE = Namespace(model="m", revision="r", dtype="float32", block_tokens=BLOCK, layout=CanonicalLayout(1, 1, 1))
 
 
-def keys_of(tokens: Sequence[int]) -> BlockKeys:
-    return chain_keys(NAMESPACE, tokens)
+def keys_of(tokens: Sequence[int], after: BlockKeys | None) -> BlockKeys:
+    return chain_keys(NAMESPACE, tokens, after=after)
 
 
 def new_scheduler(**limits: int) -> Scheduler:
@@ -49,6 +49,7 @@ class World:
 
     def _compute(self, chunk: Chunk, loaded: int) -> None:
         request = chunk.request
+        assert self.scheduler.keys(request) == keys_of(request.tokens, None)
         samples = self.scheduler.settle(chunk, loaded) and chunk.samples
         for block in range(request.computed // BLOCK):
             held = request.tokens[: (block + 1) * BLOCK]
