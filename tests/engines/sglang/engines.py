@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from kvstore.testing.engines import Generated
 from kvstore.testing.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -26,18 +27,15 @@ ANSWER_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What an engine generated for one prompt, and how many of the prompt's tokens came from where."""
+class Answer(Generated):
+    """What an engine generated for one prompt."""
 
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    cached_tokens: int
-    stored_tokens: int  # of those, from the store
+    cached_tokens: int  # of the prompt: those from the store and from the engine's own caches
     seconds: float  # of the call
 
 
 class EngineProcess:
-    """An engine that starts at once; a context manager.
+    """An engine that starts at once; a context manager, and a `kvstore.testing.engines.EngineUnderTest`.
 
     Args:
         model: its folder.
@@ -79,6 +77,11 @@ class EngineProcess:
             self.close()
             raise
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a page."""
+        return PAGE_TOKENS
+
     def generate(self, prompt: Sequence[int], new_tokens: int = 8) -> Answer:
         """Greedy."""
         return self.generate_together([prompt], new_tokens)[0]
@@ -91,7 +94,7 @@ class EngineProcess:
                 tokens=tuple(one["tokens"]),
                 logprobs=tuple(one["logprobs"]),
                 cached_tokens=one["cached_tokens"],
-                stored_tokens=(one["details"] or {}).get("storage", 0),
+                hit_tokens=(one["details"] or {}).get("storage", 0),
                 seconds=one["seconds"],
             )
             for one in told
@@ -100,6 +103,10 @@ class EngineProcess:
     def forget(self) -> None:
         """Drop the engine's own caches, on its device and in host memory, as soon as it is idle."""
         until(lambda: self._ask({"forget": True}), 30, "an idle engine")
+
+    def update_weights(self, folder: Path, version: str) -> None:
+        """Other weights, while it runs."""
+        self._ask({"update": str(folder), "version": version})
 
     def close(self) -> None:
         """End it. Idempotent."""
@@ -200,7 +207,7 @@ def wait_until_stored(engine: EngineProcess, prompt: Sequence[int], tokens: int,
     while True:
         engine.forget()
         answer = engine.generate(prompt)
-        if answer.stored_tokens >= tokens:
+        if answer.hit_tokens >= tokens:
             return answer
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"{answer.stored_tokens} tokens from the store, {tokens} were expected")
+            raise TimeoutError(f"{answer.hit_tokens} tokens from the store, {tokens} were expected")

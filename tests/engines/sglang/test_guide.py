@@ -81,8 +81,13 @@ def ask(url: str, tokens: list[int], new_tokens: int) -> Answer:
     with urllib.request.urlopen(request, timeout=120) as reply:
         meta: dict[str, Any] = json.loads(reply.read())["meta_info"]
     chosen = meta["output_token_logprobs"]
-    stored = (meta.get("cached_tokens_details") or {}).get("storage", 0)
-    return Answer(tuple(c[1] for c in chosen), tuple(c[0] for c in chosen), meta["cached_tokens"], stored, 0.0)
+    return Answer(
+        tokens=tuple(token for _, token, _ in chosen),
+        logprobs=tuple(logprob for logprob, _, _ in chosen),
+        hit_tokens=(meta.get("cached_tokens_details") or {}).get("storage", 0),
+        cached_tokens=meta["cached_tokens"],
+        seconds=0.0,
+    )
 
 
 def test_the_commands_of_the_guide_share_kv_between_two_engines(tmp_path: Path) -> None:
@@ -99,6 +104,6 @@ def test_the_commands_of_the_guide_share_kv_between_two_engines(tmp_path: Path) 
             until(stored, 60, "12 pages in the store")
         with launched(model, server.address) as decode:
             answer = ask(decode, tokens, 8)
-    assert answer.stored_tokens == 768
+    assert answer.hit_tokens == 768
     assert judge.is_greedy(tokens, answer)
     assert judge.difference(tokens, answer) < 1e-3

@@ -60,6 +60,10 @@ def answer(engine: Any, request: dict[str, Any]) -> Any:
             return [generated(output) | {"seconds": took_s} for output in outputs]
         case {"forget": True}:
             return bool(engine.flush_cache().success)
+        case {"update": str(folder), "version": str(version)}:
+            success, message, *_ = engine.update_weights_from_disk(folder, weight_version=version)
+            assert success, message
+            return True
         case _:
             raise ValueError(f"request {request!r}")
 
