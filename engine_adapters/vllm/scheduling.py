@@ -124,7 +124,7 @@ class Scheduling:
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens after the first `computed` that can be loaded; None: ask again."""
         tracked = self.arrive(request)
-        if tracked is None or not self._reads:
+        if tracked is None:
             return 0
         if tracked.preemptions != request.num_preemptions:
             tracked.preemptions = request.num_preemptions
@@ -134,6 +134,8 @@ class Scheduling:
         match = tracked.match
         if not Lookups.wait(match):
             return None
+        if not self._reads:
+            return 0
         first, limit = computed // self._block_tokens, (request.num_tokens - 1) // self._block_tokens
         if self._options.follow and self._should_follow(tracked, first, limit):
             return None

@@ -34,7 +34,7 @@ def save_smollm2(folder: Path) -> Path:
 
     loaded = load_smollm2(lambda _: None)
     config = LlamaConfig(**{n: v for n, v in loaded.model.config.to_dict().items() if n != "quantization_config"})
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).bfloat16()
     model.load_state_dict(loaded.model.state_dict())
     model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

@@ -26,7 +26,7 @@ from kvstore import CanonicalLayout, OpaqueLayout
 current_platform.import_kernels()
 
 BLOCKS, TOKENS = 5, 32
-NAMES = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+NAMES: tuple[str, ...] = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
 def spec_of(heads: int = 2, head: int = 64, **more: Any) -> FullAttentionSpec:
