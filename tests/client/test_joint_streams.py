@@ -16,6 +16,7 @@ from kvstore.testing.waiting import until
 from tests.client.sdk import one_line
 
 LAYERS, HEADS, BLOCKS = 3, 8, 10
+WAIT_S = 30.0  # generous: the tests share their machine and its disk
 SPACE = kvstore.Namespace(
     model="joint", revision="1", dtype="float16", block_tokens=16, layout=kvstore.CanonicalLayout(LAYERS, HEADS, 32)
 )
@@ -47,7 +48,7 @@ class Ranks:
         self.reader = self.connect(server, transports[0])
 
     def connect(self, server: ServerProcess, transport: str) -> kvstore.Client:
-        client = kvstore.connect(server.address, namespace=SPACE, transport=transport, timeout_s=10.0)
+        client = kvstore.connect(server.address, namespace=SPACE, transport=transport, timeout_s=WAIT_S)
         return self._stack.enter_context(client)
 
     def __enter__(self) -> Ranks:
@@ -319,7 +320,7 @@ def test_joint_blocks_go_to_the_ssd_and_come_back(transports: list[str]) -> None
         count = (128 << 20) // (100 * SPACE.block_bytes)
         for number in range(count):
             write_jointly(ranks.clients, prompt(ranks.reader, number, 100), content(number, 100), split(2))
-            until(lambda: not server.status()["shards"][0]["disk"]["queued_bytes"], what="write-behind")
+            until(lambda: not server.status()["shards"][0]["disk"]["queued_bytes"], WAIT_S, "write-behind")
         assert gauge(server, "disk_blocks")
         for number in (0, count // 2, count - 1):
             keys = prompt(ranks.reader, number, 100)
@@ -331,9 +332,9 @@ def test_joint_blocks_are_there_after_a_restart() -> None:
         with Ranks(server, ["shm", "tcp"], 2) as ranks:
             keys, data = prompt(ranks.reader, 1), content(1)
             write_jointly(ranks.clients, keys, data, split(2))
-            until(lambda: gauge(server, "durable_blocks") == BLOCKS, what="write-behind")
+            until(lambda: gauge(server, "durable_blocks") == BLOCKS, WAIT_S, "write-behind")
         server.kill()
         server.start()
         with Ranks(server, ["tcp"], 1) as ranks:
-            until(lambda: ranks.reader.lookup(keys).hit_blocks == BLOCKS, what="the scan")
+            until(lambda: ranks.reader.lookup(keys).hit_blocks == BLOCKS, WAIT_S, "the scan")
             np.testing.assert_array_equal(read_jointly(ranks.reader, keys, split(2)), data)
