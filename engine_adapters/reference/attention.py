@@ -124,13 +124,12 @@ def _attend(memory: Tensor, queries: Tensor, group: Group) -> Partial:
     # [requests, blocks, kv_heads, 2, tokens, dim] -> [2, requests, kv_heads, all tokens, dim]
     keys, values = memory[group.tables].permute(3, 0, 2, 1, 4, 5).flatten(3, 4)
     shape = (requests, new, kv_heads, -1, head_dim)
-    asked = queries.view(shape).permute(0, 2, 3, 1, 4)  # [requests, kv_heads, queries per kv head, new, dim]
-    scores = (asked.flatten(2, 3) @ keys.transpose(-1, -2)).float() * head_dim**-0.5
-    scores = scores.view(*asked.shape[:-1], -1)
+    asked = (queries * head_dim**-0.5).view(shape).permute(0, 2, 3, 1, 4)  # [requests, kv_heads, per head, new, dim]
+    scores = (asked.flatten(2, 3) @ keys.transpose(-1, -2)).float().view(*asked.shape[:-1], -1)
     future = torch.arange(keys.shape[2], device=keys.device) > group.positions[:, :, None]
-    scores = scores.masked_fill(future[:, None, None], -torch.inf)
+    scores.masked_fill_(future[:, None, None], -torch.inf)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse[..., None]).exp().to(values.dtype)
+    weights = scores.sub_(lse[..., None]).exp_().to(values.dtype)
     out = (weights.flatten(2, 3) @ values).view(asked.shape)
     return Partial(
         out.permute(0, 3, 1, 2, 4).reshape(queries.shape), lse.permute(0, 3, 1, 2).reshape(queries.shape[:2])
