@@ -60,7 +60,7 @@ def answer(engine: Any, request: dict[str, Any]) -> Any:
             return [generated(output) | {"seconds": took_s} for output in outputs]
         case {"forget": True}:
             return bool(engine.flush_cache().success)
-        case {"update": str(folder), "version": str(version)}:
+        case {"update": str(folder), "version": version}:
             from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
             # As the HTTP endpoint does it: the engine's own method has no parameter for the version.
