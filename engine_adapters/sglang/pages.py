@@ -6,10 +6,9 @@ A page is a few slices (parts), one in each of as many buffers; slice i of a par
     page_first*        2 parts, K and V        kv_buffer[k|v]        is [pages][all layers of a page]
     latent attention   1 part, or one a layer
 
-Equal parts become the layers of a block and move straight between the pool and the store; only where they are many, what
-is written is gathered before. Parts of several sizes (K and
-V heads that differ, recurrent states) pass through a staging buffer. Either way the bytes of a block are those of the
-engine's own flat page.
+Equal parts become the layers of a block and move straight between the pool and the store; only where they are many is
+what is written gathered before. Parts of several sizes (K and V heads that differ, recurrent states) pass through a
+staging buffer. Either way the bytes of a block are those of the engine's own flat page.
 """
 
 from __future__ import annotations
