@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from engine_adapters.sglang.naming import HeadGroups, engine_settings, head_groups_of, weight_version
+from engine_adapters.sglang.naming import HeadGroups, engine_settings, head_groups_of, weights_now
 from engine_adapters.sglang.options import Options
 from engine_adapters.sglang.pool_store import PoolStore
 from kvstore import KvStoreError, Unavailable
@@ -92,7 +92,8 @@ class KvStoreHiCache(HiCacheStorage):
         self._options = Options.parse(storage_config.extra_config)
         self._groups = head_groups_of(storage_config)
         self._settings = engine_settings()
-        self._weights = weight_version()
+        self._weights = weights_now()
+        self._first_path = self._weights[1]
         self._generation: object = None  # of the host pool's slots, when a call last came with these weights
         self._registered: dict[str, tuple[Any, HeadGroups]] = {}
         self._pools: dict[str, PoolStore] = {}
@@ -128,7 +129,10 @@ class KvStoreHiCache(HiCacheStorage):
 
     def _open(self, name: str) -> None:
         pool, groups = self._registered[name]
-        settings = self._settings | {"weight_version": self._weights}
+        version, path = self._weights
+        # Workers may have the same weights in different places: the place counts only once it has changed.
+        updated_from = "" if path == self._first_path else path
+        settings = self._settings | {"weight_version": version, "updated_from": updated_from}
         store = PoolStore(self._options, self._config, pool, name=str(name), groups=groups, settings=settings)
         self._pools[name] = store
         space = store.link.namespace
@@ -141,7 +145,7 @@ class KvStoreHiCache(HiCacheStorage):
             Unavailable: the weights were updated, but pages of the old ones may still be on their way to us: the engine
             has not emptied its host pool yet.
         """
-        weights, generation = weight_version(), getattr(self.mem_pool_host, "mem_state", None)
+        weights, generation = weights_now(), getattr(self.mem_pool_host, "mem_state", None)
         with self._opening:
             if weights != self._weights:
                 if generation is self._generation:

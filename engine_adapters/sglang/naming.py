@@ -26,7 +26,7 @@ __all__ = [
     "head_groups_of",
     "namespace_of",
     "page_keys",
-    "weight_version",
+    "weights_now",
 ]
 
 FORMAT = "sglang-hicache-v1"  # of the tag and of the bytes: a change of either gets a new one
@@ -78,14 +78,16 @@ def engine_settings() -> dict[str, Any]:
     return settings | {"lora": bool(getattr(arguments, "lora_paths", None))}
 
 
-def weight_version() -> str:
-    """What the engine calls its weights by now; an update while it runs may change that. Empty outside of an engine."""
-    from sglang.srt.runtime_context import get_serving  # noqa: PLC0415 - as above
+def weights_now() -> tuple[str, str]:
+    """What the engine calls its weights by now, and where they came from: an update while it runs may change both.
+    Empty outside of an engine.
+    """
+    from sglang.srt.runtime_context import get_model, get_serving  # noqa: PLC0415 - as above
 
     try:
-        return str(get_serving().weight_version)
+        return str(get_serving().weight_version), str(get_model().model_path)
     except ValueError:
-        return ""
+        return "", ""
 
 
 def namespace_of(

@@ -6,9 +6,9 @@ A page is a few slices (parts), one in each of as many buffers; slice i of a par
     page_first*        2 parts, K and V        kv_buffer[k|v]        is [pages][all layers of a page]
     latent attention   1 part, or one a layer
 
-Equal parts become the layers of a block and move straight between the pool and the store. Parts of several sizes (K and
-V heads that differ, recurrent states) pass through a staging buffer. Either way the bytes of a block are those of the
-engine's own flat page.
+Equal parts become the layers of a block and move straight between the pool and the store; only where they are many is
+what is written gathered before. Parts of several sizes (K and V heads that differ, recurrent states) pass through a
+staging buffer. Either way the bytes of a block are those of the engine's own flat page.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 STAGING_BYTES = 64 << 20
+STREAMED_PARTS_MAX = (
+    4  # each layer of a stream that is written costs a call to the server: more of them, and a copy is less
+)
 
 
 class Pages(Protocol):
@@ -57,7 +60,7 @@ class Pages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DirectPages:
-    """Parts of one size: no copy but the one between the pool and the store."""
+    """Parts of one size: no copy but the one between the pool and the store, unless many parts are written."""
 
     parts: tuple[U8, ...]  # of shape (rows of all pages, bytes) each
     keep: object  # what owns the memory
@@ -85,6 +88,10 @@ class DirectPages:
         if len(self.parts) == 1:
             buffer = client.register(self.parts[0])
             return client.put(keys, buffer, offsets=rows * self.layer_bytes).statuses
+        if len(self.parts) > STREAMED_PARTS_MAX:
+            return _store_staged(
+                client, keys, self.layers * self.layer_bytes, lambda span: _side_by_side(self.parts, rows[span])
+            )
         with client.publish_stream(keys) as stream:
             if not len(stream.mine):
                 return stream.statuses
@@ -120,9 +127,7 @@ class GatheredPages:
 
     def store(self, client: Client, keys: BlockKeys, rows: I64) -> U8:
         """See `Pages`."""
-        return _store_staged(
-            client, keys, self.layer_bytes, lambda span: np.concatenate([part[rows[span]] for part in self.parts], 1)
-        )
+        return _store_staged(client, keys, self.layer_bytes, lambda span: _side_by_side(self.parts, rows[span]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +278,10 @@ def _fetch_staged(
 def _store_staged(client: Client, keys: BlockKeys, block_bytes: int, gather: Callable[[slice], U8]) -> U8:
     statuses: Sequence[U8] = [client.put(keys[span], gather(span)).statuses for span in _spans(len(keys), block_bytes)]
     return np.concatenate(statuses) if statuses else np.empty(0, np.uint8)
+
+
+def _side_by_side(parts: Sequence[U8], rows: I64) -> U8:
+    return np.concatenate([part[rows] for part in parts], axis=1)
 
 
 def _spans(count: int, block_bytes: int) -> Iterator[slice]:

@@ -104,7 +104,7 @@ class EngineProcess:
         """Drop the engine's own caches, on its device and in host memory, as soon as it is idle."""
         until(lambda: self._ask({"forget": True}), 30, "an idle engine")
 
-    def update_weights(self, folder: Path, version: str) -> None:
+    def update_weights(self, folder: Path, version: str | None = None) -> None:
         """Other weights, while it runs."""
         self._ask({"update": str(folder), "version": version})
 

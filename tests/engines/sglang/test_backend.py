@@ -227,26 +227,25 @@ def test_what_makes_other_kv_has_no_hit(
     assert not any(page(other, number).any() for number in range(3))
 
 
+@pytest.mark.parametrize("later", [("v2", "/weights"), ("v1", "/other")], ids=["named", "from another place"])
 def test_updated_weights_have_no_hit_and_keep_nothing_of_the_old_ones(
-    backend: Open, monkeypatch: pytest.MonkeyPatch
+    backend: Open, monkeypatch: pytest.MonkeyPatch, later: tuple[str, str]
 ) -> None:
     """The engine says which weights it has, and empties its host pool after an update, not at once."""
-    version = "v1"
-    monkeypatch.setattr("engine_adapters.sglang.backend.weight_version", lambda: version)
+    weights = first = ("v1", "/weights")
+    monkeypatch.setattr("engine_adapters.sglang.backend.weights_now", lambda: weights)
     old, new = hashes(2, "old"), hashes(2, "new")
     pool = host_pool("mha-page_first", seed=1)
     store = backend(pool)
     assert store.batch_set_v1(old, slots_of(0, 1)) == [True, True]
-    version = "v2"
+    weights = later
     assert store.batch_set_v1(new, slots_of(0, 1)) == [False, False], "pages that the old weights computed"
     assert store.batch_exists(old) == 0
     pool.clear()
     assert (store.batch_exists(old), store.batch_exists(new)) == (0, 0)
     assert store.batch_set_v1(new, slots_of(0, 1)) == [True, True]
     assert store.batch_exists(new) == 2
-    updated_before = backend(host_pool("mha-page_first"))
-    assert (updated_before.batch_exists(old), updated_before.batch_exists(new)) == (0, 2)
-    version = "v1"
+    weights = first
     pool.clear()
     assert (store.batch_exists(old), store.batch_exists(new)) == (2, 0)
 

@@ -60,8 +60,13 @@ def answer(engine: Any, request: dict[str, Any]) -> Any:
             return [generated(output) | {"seconds": took_s} for output in outputs]
         case {"forget": True}:
             return bool(engine.flush_cache().success)
-        case {"update": str(folder), "version": str(version)}:
-            success, message, *_ = engine.update_weights_from_disk(folder, weight_version=version)
+        case {"update": str(folder), "version": version}:
+            from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+            # As the HTTP endpoint does it: the engine's own method has no parameter for the version.
+            told = UpdateWeightFromDiskReqInput(model_path=folder, weight_version=version)
+            updating = engine.tokenizer_manager.update_weights_from_disk(told, None)
+            success, message, *_ = engine.loop.run_until_complete(updating)
             assert success, message
             return True
         case _:
