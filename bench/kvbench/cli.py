@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from kvbench import disk, engine, index, layers, overlap, replay, report, restart, scale, transfer
-from kvbench.engine_modes import Mode
+from kvbench.engine_modes import PEERS, Mode
 from kvbench.errors import BenchError
 from kvbench.overlap import Compute, LayersPlan
 from kvbench.plan import (
@@ -401,6 +401,9 @@ def _run_engine(options: argparse.Namespace) -> int:
         report.write_json(json_path, value)
     if plot_path is not None:
         plot_engine(plot_path, result)
+    missing = [row.mode for row in result.rows if row.reason is not None and row.mode not in PEERS]
+    if missing:
+        return _complain(options, f"no figure for {', '.join(dict.fromkeys(missing))}", _EXIT_WRONG)
     return _verdict(options, checked=value["checked"])
 
 

@@ -16,14 +16,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
-from kvbench.engine_modes import PEERS, STORES, Bench, Mode, Store
+from kvbench.engine_modes import STORES, Bench, Mode, Store
 from kvbench.engine_process import START_TIMEOUT_S, EngineProcess, wait_quiet
+from kvbench.engine_rows import Answer, EngineResult, EngineRow, Taken, engine_ratios, engine_rows, first_token_ms
 from kvbench.errors import BenchError
 from kvbench.memory import require_available
 from kvstore.core.errors import UsageError
@@ -44,18 +44,7 @@ _WARM_UP_TOKENS: Final = (400, 130)
 _ENGINE_KV_GIB: Final = 3
 _ENGINE_OVERHEAD_BYTES: Final = 3 << 30
 _GIB: Final = 1 << 30
-
-EXACT_DTYPE: Final = "float32"  # where a hit gives a cold run's numbers; others round by how a prompt is cut
-LOGPROB_DIFF_MAX: Final = 1e-3
-
-# What a hit in the store may take beside others, and a saving run beside a cold one.
-TARGETS: Final = (
-    (Mode.KVSTORE, Mode.EXAMPLE_CONNECTOR, 0.9),
-    (Mode.KVSTORE, Mode.LMCACHE_MP, 0.7),
-    (Mode.KVSTORE, Mode.MOONCAKE_STORE, 0.5),
-    (Mode.KVSTORE, Mode.PREFIX_CACHE, 1.3),
-)
-SAVING_AT_MOST: Final = 1.05
+_BUSY_LOAD: Final = 0.5
 
 Note = Callable[[str], None]
 
@@ -106,85 +95,6 @@ class EnginePlan:
         return len(self.dtypes) * (self.rounds + len(self.stores) * (1 + self.rounds))
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One request."""
-
-    hit_tokens: int
-    ttft_s: float
-    decode_s: float  # for all tokens after the first
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    engine_cpu_s: float
-    store_cpu_s: float
-
-
-@dataclass(slots=True)
-class Taken:
-    """What was measured of one mode: rounds of one answer a prompt."""
-
-    saving: list[Answer] = field(default_factory=list[Answer])  # the first run, by the engine that saves
-    answers: list[list[Answer]] = field(default_factory=list[list[Answer]])
-    in_process: list[list[Answer]] = field(default_factory=list[list[Answer]])  # the same prompt again, at once
-    reason: str | None = None  # why there is no more
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRow:
-    """One mode with one dtype. Times: medians over rounds and prompts. Without a figure: the reason, and None."""
-
-    mode: str
-    dtype: str
-    prompt_tokens: int
-    hit_tokens: int | None  # the fewest
-    ttft_ms: float | None
-    tokens_per_s: float | None  # of those after the first
-    tokens_equal: bool | None  # to the cold run's
-    logprob_max_abs_diff: float | None  # to the cold run's, up to the first token that differs; None: that is the first
-    bytes: int | None  # of KV that a hit brings
-    ttft_min_ms: float | None
-    ttft_max_ms: float | None
-    in_process_ms: float | None  # a hit in the same engine's own cache, right after each hit
-    saving_ttft_ms: float | None
-    engine_cpu_s: float | None  # while a request runs, the polling of vLLM's processes included
-    store_cpu_s: float | None
-    equal_to_prefix_cache: bool | None  # tokens; with fewer bits than float32 it is this that a hit must reach
-    checked: bool
-    samples: int
-    ttft_samples_ms: tuple[float, ...]
-    in_process_samples_ms: tuple[float, ...]
-    saving_samples_ms: tuple[float, ...]
-    reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRatio:
-    """A mode's time over another's, both medians of the same run."""
-
-    dtype: str
-    mode: str
-    over: str
-    what: str
-    ratio: float
-    at_most: float
-    reached: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EngineResult:
-    """All rows, the ratios that can be told from them, and the versions of the engine's environment."""
-
-    rows: list[EngineRow]
-    ratios: list[EngineRatio]
-    versions: dict[str, str]
-
-    @property
-    def checked(self) -> bool:
-        """Whether every row that isn't another project's was measured and right."""
-        ours = [row for row in self.rows if row.mode not in PEERS]
-        return bool(self.rows) and all(row.checked for row in ours)
-
-
 def run_engine(plan: EnginePlan, *, note: Note, step: Note) -> EngineResult:
     """Measure all modes of the plan; `step` is called once an engine.
 
@@ -193,6 +103,8 @@ def run_engine(plan: EnginePlan, *, note: Note, step: Note) -> EngineResult:
         BenchError: the engine without a connector failed. That of any other is a row with a reason.
     """
     with _folder(plan) as folder:
+        if (load := os.getloadavg()[0]) > _BUSY_LOAD:
+            note(f"other programs run on this machine (load {load:.1f}): all times will be longer")
         note("preparing the model and the prompts")
         with EngineProcess(plan.python, _environment(_ENGINE_KV_GIB), folder / "prepare.log") as worker:
             lengths = [*_WARM_UP_TOKENS, *[plan.prompt_tokens] * plan.prompts]
@@ -254,14 +166,15 @@ class _Measurement:
                         except (BenchError, OSError) as error:
                             taken[mode].reason = str(error)
                             self._step(f"{self._dtype} {mode}: {error}")
-        return rows_of(self._dtype, self._plan, taken, self._token_bytes)
+        plan = self._plan
+        return engine_rows(plan.modes, self._dtype, plan.prompt_tokens, self._token_bytes, taken)
 
     def _save(self, mode: Mode, store: Store, taken: Taken) -> None:
         """Engine A, until its store has it all."""
         with self._engine(mode, store, "saves") as engine:
             taken.saving = [self._ask(engine, prompt, store) for prompt in self._prompts]
             wait_quiet(store.pids)
-        self._step(f"{self._dtype} {mode}: saving, first token after {_ms(taken.saving):.0f} ms")
+        self._step(f"{self._dtype} {mode}: saving, first token after {first_token_ms(taken.saving):.0f} ms")
 
     def _load(self, mode: Mode, store: Store, turn: int, taken: Taken) -> None:
         """Engine B, or the one without a connector."""
@@ -270,9 +183,9 @@ class _Measurement:
         taken.answers.append([first for first, _ in pairs])
         taken.in_process.append([again for _, again in pairs])
         self._step(
-            f"{self._dtype} {mode}: first token after {_ms(taken.answers[-1]):.0f} ms with "
+            f"{self._dtype} {mode}: first token after {first_token_ms(taken.answers[-1]):.0f} ms with "
             f"{min(answer.hit_tokens for answer in taken.answers[-1]):,} tokens hit; "
-            f"in the engine's own cache after {_ms(taken.in_process[-1]):.0f} ms"
+            f"in the engine's own cache after {first_token_ms(taken.in_process[-1]):.0f} ms"
         )
 
     @contextmanager
@@ -304,103 +217,6 @@ class _Measurement:
         return Answer(**reply)
 
 
-def rows_of(dtype: str, plan: EnginePlan, taken: Mapping[Mode, Taken], token_bytes: int) -> list[EngineRow]:
-    """The rows that were asked for. The engine without a connector gives two: cold, and its own cache."""
-    bare = taken[Mode.COLD]
-    all_taken = {**taken, Mode.PREFIX_CACHE: Taken(answers=bare.in_process, in_process=bare.in_process)}
-    return [engine_row(mode, dtype, plan.prompt_tokens, all_taken[mode], bare, token_bytes) for mode in plan.modes]
-
-
-def engine_row(mode: Mode, dtype: str, prompt_tokens: int, taken: Taken, bare: Taken, token_bytes: int) -> EngineRow:
-    """The row of what was taken, compared with the engine without a connector."""
-    answers = [answer for turn in taken.answers for answer in turn]
-    again = [answer for turn in taken.in_process for answer in turn] if mode is not Mode.COLD else []
-    if not answers or taken.reason is not None:
-        return _row_without_figures(mode, dtype, prompt_tokens, taken)
-    cold = bare.answers[0] * len(taken.answers)
-    warm = bare.in_process[0] * len(taken.answers)
-    hit_tokens = min(answer.hit_tokens for answer in answers)
-    times = tuple(answer.ttft_s * 1e3 for answer in answers)
-    diff = _largest_logprob_diff(answers, cold)
-    equal = _tokens_equal(answers, cold)
-    as_warm = _tokens_equal(answers, warm)
-    exact = equal and diff is not None and diff <= LOGPROB_DIFF_MAX
-    right = exact if dtype == EXACT_DTYPE else as_warm or mode is Mode.COLD
-    return EngineRow(
-        mode=mode.value,
-        dtype=dtype,
-        prompt_tokens=prompt_tokens,
-        hit_tokens=hit_tokens,
-        ttft_ms=median(times),
-        tokens_per_s=median((len(answer.tokens) - 1) / answer.decode_s for answer in answers),
-        tokens_equal=equal,
-        logprob_max_abs_diff=diff,
-        bytes=hit_tokens * token_bytes,
-        ttft_min_ms=min(times),
-        ttft_max_ms=max(times),
-        in_process_ms=_ms(again) if again else None,
-        saving_ttft_ms=_ms(taken.saving) if taken.saving else None,
-        engine_cpu_s=median(answer.engine_cpu_s for answer in answers),
-        store_cpu_s=median(answer.store_cpu_s for answer in answers),
-        equal_to_prefix_cache=as_warm,
-        checked=right and (mode is Mode.COLD) == (hit_tokens == 0),
-        samples=len(answers),
-        ttft_samples_ms=times,
-        in_process_samples_ms=tuple(answer.ttft_s * 1e3 for answer in again),
-        saving_samples_ms=tuple(answer.ttft_s * 1e3 for answer in taken.saving),
-        reason=None,
-    )
-
-
-def _row_without_figures(mode: Mode, dtype: str, prompt_tokens: int, taken: Taken) -> EngineRow:
-    return EngineRow(
-        mode=mode.value,
-        dtype=dtype,
-        prompt_tokens=prompt_tokens,
-        hit_tokens=None,
-        ttft_ms=None,
-        tokens_per_s=None,
-        tokens_equal=None,
-        logprob_max_abs_diff=None,
-        bytes=None,
-        ttft_min_ms=None,
-        ttft_max_ms=None,
-        in_process_ms=None,
-        saving_ttft_ms=None,
-        engine_cpu_s=None,
-        store_cpu_s=None,
-        equal_to_prefix_cache=None,
-        checked=False,
-        samples=0,
-        ttft_samples_ms=(),
-        in_process_samples_ms=(),
-        saving_samples_ms=(),
-        reason=taken.reason or "nothing was measured",
-    )
-
-
-def engine_ratios(dtype: str, rows: Sequence[EngineRow]) -> list[EngineRatio]:
-    """Hits beside those of other modes, saving runs beside cold ones, as far as both were measured."""
-    by_mode = {row.mode: row for row in rows if row.dtype == dtype and row.ttft_ms is not None}
-    ratios: list[EngineRatio] = []
-    for mode, over, at_most in TARGETS:
-        if mode in by_mode and over in by_mode:
-            ratios.append(_ratio(by_mode[mode], by_mode[over].ttft_ms, over, "hit", at_most))
-    cold = by_mode.get(Mode.COLD)
-    if cold is not None:
-        saving = [row for row in by_mode.values() if row.saving_ttft_ms is not None]
-        ratios += [_ratio(row, cold.ttft_ms, Mode.COLD, "saving", SAVING_AT_MOST) for row in saving]
-    return ratios
-
-
-def _ratio(row: EngineRow, over_ms: float | None, over: Mode, what: str, at_most: float) -> EngineRatio:
-    mine_ms = row.saving_ttft_ms if what == "saving" else row.ttft_ms
-    assert mine_ms is not None
-    assert over_ms is not None
-    ratio = mine_ms / over_ms
-    return EngineRatio(row.dtype, row.mode, over.value, what, ratio, at_most, reached=ratio <= at_most)
-
-
 def kv_bytes_per_token(model: Path, value_bytes: int) -> int:
     """Bytes of K and V of one token in all layers, from the model's `config.json`."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -414,26 +230,6 @@ def core_list(cores: Sequence[int]) -> str:
     if len(ordered) > 1 and all(after == before + 1 for before, after in pairwise(ordered)):
         return f"{ordered[0]}-{ordered[-1]}"
     return ",".join(map(str, ordered))
-
-
-def _tokens_equal(answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
-    return all(answer.tokens == other.tokens for answer, other in zip(answers, others, strict=True))
-
-
-def _largest_logprob_diff(answers: Sequence[Answer], others: Sequence[Answer]) -> float | None:
-    """Of each pair, as long as its tokens are the same; None where the first ones aren't."""
-    largest = 0.0
-    for answer, other in zip(answers, others, strict=True):
-        same = list(takewhile(lambda pair: pair[0] == pair[1], zip(answer.tokens, other.tokens, strict=True)))
-        if not same:
-            return None
-        diffs = [abs(mine - its) for mine, its in zip(answer.logprobs, other.logprobs, strict=True)]
-        largest = max(largest, *diffs[: len(same)])
-    return largest
-
-
-def _ms(answers: Sequence[Answer]) -> float:
-    return median(answer.ttft_s for answer in answers) * 1e3
 
 
 def _environment(engine_gib: int) -> dict[str, str]:

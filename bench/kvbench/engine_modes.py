@@ -61,8 +61,9 @@ class Opening(Protocol):
 
 @contextmanager
 def _kvstore(bench: Bench) -> Iterator[Store]:
-    with ServerProcess(dram=f"{bench.pool_gib}GiB") as server:
-        server.wait_warm()  # as the pools of the peers are
+    server = ServerProcess(dram=f"{bench.pool_gib}GiB")
+    try:
+        _start(server)
         connector = {
             "kv_connector": "KvStoreConnector",
             "kv_connector_module_path": "engine_adapters.vllm.connector",
@@ -71,6 +72,17 @@ def _kvstore(bench: Bench) -> Iterator[Store]:
             "kv_connector_extra_config": {"address": server.address, "revision": bench.revision},
         }
         yield Store(connector, pids=(server.pid,))
+    finally:
+        server.close()
+
+
+def _start(server: ServerProcess) -> None:
+    """With all its memory present, as the peers' is."""
+    try:
+        server.start()
+        server.wait_warm()
+    except (RuntimeError, TimeoutError) as cause:
+        raise BenchError(f"kvstore-server: {cause}") from cause
 
 
 @contextmanager

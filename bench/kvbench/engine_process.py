@@ -80,10 +80,10 @@ class EngineProcess:
             self._process.stdin.write(command)
             self._process.stdin.flush()
         except OSError as cause:
-            raise BenchError(f"the engine has ended: {cause_in(self._log)}") from cause
+            raise BenchError(_with_cause("the engine has ended", self._log)) from cause
         answer: dict[str, Any] = json.loads(self._line(do, timeout_s))
         if "error" in answer:
-            raise BenchError(f"{answer['error']} ({cause_in(self._log)})")
+            raise BenchError(_with_cause(answer["error"], self._log))
         return answer["reply"]
 
     def _line(self, do: str, timeout_s: float) -> bytes:
@@ -91,10 +91,10 @@ class EngineProcess:
         assert self._process.stdout is not None
         while b"\n" not in self._rest:
             if not self._selector.select(max(0.0, deadline_s - time.monotonic())):
-                raise BenchError(f"the engine did not {do} within {timeout_s:g} s: {cause_in(self._log)}")
+                raise BenchError(_with_cause(f"the engine did not {do} within {timeout_s:g} s", self._log))
             piece = os.read(self._process.stdout.fileno(), 1 << 20)
             if not piece:
-                raise BenchError(f"the engine has ended: {cause_in(self._log)}")
+                raise BenchError(_with_cause("the engine has ended", self._log))
             self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         return line
@@ -114,9 +114,11 @@ def server_process(
     """A server that listens on the port of 127.0.0.1; its process id.
 
     Raises:
-        BenchError: it ended at its start, or did not listen in time.
+        BenchError: there is no such program, it ended at its start, or it did not listen in time.
     """
     name = Path(command[0]).name
+    if not Path(command[0]).is_file():
+        raise BenchError(f"there is no program {command[0]}")
     with log.open("wb") as errors:
         process = _start([sys.executable, "-c", _GUARD, *command], environment or {}, errors, stdout=errors)
     try:
@@ -141,15 +143,14 @@ def wait_quiet(pids: Sequence[int]) -> None:
         until(lambda: _used_cpu_s(pids) < _QUIET_CPU_S, _QUIET_TIMEOUT_S, "quiet servers")
 
 
-def cause_in(log: Path) -> str:
-    """The first line of a log that names an error; else its last line."""
+def _with_cause(message: str, log: Path) -> str:
+    """The message, and the first line of the log's end that names another error."""
     with suppress(OSError):
         text = log.read_bytes()[-_RECENT_BYTES:].decode(errors="replace")
-        if found := _CAUSE.search(text):
-            return found.group().strip()
-        lines = [line for line in text.splitlines() if line.strip()]
-        return lines[-1].strip() if lines else "it said nothing"
-    return "it left no log"
+        causes = [found.group().strip() for found in _CAUSE.finditer(text)]
+        if other := [cause for cause in causes if cause not in message]:
+            return f"{message} ({other[0]})"
+    return message
 
 
 def _used_cpu_s(pids: Sequence[int]) -> float:
@@ -174,7 +175,7 @@ def _start(
 def _wait_listening(process: subprocess.Popen[bytes], name: str, port: int, log: Path) -> None:
     def listening() -> bool:
         if process.poll() is not None:
-            raise BenchError(f"{name} ended at its start: {cause_in(log)}")
+            raise BenchError(_with_cause(f"{name} ended at its start", log))
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
             return True
         return False
@@ -182,7 +183,7 @@ def _wait_listening(process: subprocess.Popen[bytes], name: str, port: int, log:
     try:
         until(listening, SERVER_TIMEOUT_S)
     except TimeoutError as cause:
-        raise BenchError(f"{name} did not listen within {SERVER_TIMEOUT_S:g} s: {cause_in(log)}") from cause
+        raise BenchError(_with_cause(f"{name} did not listen within {SERVER_TIMEOUT_S:g} s", log)) from cause
 
 
 def _end(process: subprocess.Popen[bytes], timeout_s: float) -> None:

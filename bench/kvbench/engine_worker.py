@@ -55,7 +55,7 @@ class Engine:
             "model": str(model.folder),
             "revision": model.revision,
             "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-            "prompts": list(_cut(tokens, prompt_tokens, seed)),
+            "prompts": list(cut(tokens, prompt_tokens, seed)),
         }
 
     def start(
@@ -126,7 +126,7 @@ def _read(text: str | None) -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def _cut(tokens: list[int], lengths: list[int], seed: int) -> Iterator[list[int]]:
+def cut(tokens: list[int], lengths: list[int], seed: int) -> Iterator[list[int]]:
     """Pieces of the given lengths, one after the other, from a random place on; the text is a ring."""
     ring = tokens + tokens
     at = random.Random(seed).randrange(len(tokens))

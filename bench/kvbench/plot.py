@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.disk import DiskRow
-from kvbench.engine import EngineResult, EngineRow
 from kvbench.engine_modes import Mode
+from kvbench.engine_rows import EngineResult, EngineRow
 from kvbench.index import IndexResult
 from kvbench.layers import LayersResult
 from kvbench.plan import Op
@@ -179,9 +179,10 @@ def _draw_engines(panel: Any, rows: Sequence[EngineRow]) -> None:
     errors = [[mid - low for mid, low, _ in times], [high - mid for mid, _, high in times]]
     colours = ["tab:blue" if row.mode == Mode.KVSTORE else "tab:gray" for row in rows]
     bars = panel.bar([row.mode for row in rows], [mid for mid, _, _ in times], yerr=errors, capsize=3, color=colours)
-    panel.bar_label(bars, fmt="%.0f")
+    panel.bar_label(bars, fmt="%.0f", padding=3)
     panel.tick_params(axis="x", labelrotation=30)
     panel.set_yscale("log")
+    panel.margins(y=0.15)
     panel.grid(visible=True, axis="y", alpha=0.3)
 
 

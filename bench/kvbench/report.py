@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.disk import DiskRow
-from kvbench.engine import LOGPROB_DIFF_MAX, EngineRatio, EngineResult, EngineRow
+from kvbench.engine_rows import LOGPROB_DIFF_MAX, EngineRatio, EngineResult, EngineRow
 from kvbench.index import IndexResult, IndexRow
 from kvbench.layers import CpuRow, LayersResult, PipelineRow, ThroughputRow
 from kvbench.memory import memory_bytes
@@ -133,8 +133,9 @@ def engine_json(result: EngineResult, arguments: Mapping[str, object], *, seed: 
     return {
         **value,
         "limits": {
-            "hit": "ratio of times to the first token, of full hits: what it is measured against has to be slower",
-            "saving": "time to the first token of the engine that saves, over that of one without a connector",
+            "hit": "median time to the first token of full hits, over another mode's",
+            "pair": "each hit over the next one in the same engine's own prefix cache, of the same prompt: the median",
+            "saving": "median time to the first token of the engine that saves, over that of one without a connector",
             "in_process_ms": "a hit in the same engine's own prefix cache, right after each hit",
             "checked": f"float32: the cold run's tokens and, within {LOGPROB_DIFF_MAX}, its log-probabilities; other "
             "dtypes: the tokens of a hit in an engine's own prefix cache",
@@ -502,7 +503,7 @@ def _engine_cells(row: EngineRow) -> tuple[str, ...]:
         _number(row.store_cpu_s, ".2f"),
         _number(row.logprob_max_abs_diff, ".1e"),
         "yes" if row.tokens_equal else "as own cache" if row.equal_to_prefix_cache else "no",
-        "checked" if row.checked else "WRONG",
+        "checked" if row.checked else "no hit" if row.hit_tokens == 0 else "WRONG",
     )
 
 
