@@ -27,7 +27,7 @@ from kvstore.core.errors import (
     UnregisteredBuffer,
     UsageError,
 )
-from kvstore.core.keys import BlockKeys, KeyScheme, chain_keys
+from kvstore.core.keys import BlockKeys, KeyScheme, chain_keys, keys_from_digests
 from kvstore.core.layout import CanonicalLayout, OpaqueLayout
 from kvstore.core.namespace import Namespace
 from kvstore.core.sizes import format_size, parse_size
@@ -82,6 +82,7 @@ __all__ = [
     "connect",
     "connect_async",
     "format_size",
+    "keys_from_digests",
     "parse_size",
 ]
 

@@ -67,9 +67,9 @@ class AsyncClient:
         """How this store makes keys."""
         return self._client.scheme
 
-    def keys(self, token_ids: TokenIds, *, extra: Extra | None = None) -> BlockKeys:
+    def keys(self, token_ids: TokenIds, *, extra: Extra | None = None, after: BlockKeys | None = None) -> BlockKeys:
         """Keys of the full blocks of a token sequence. Pure computation, not awaitable."""
-        return self._client.keys(token_ids, extra=extra)
+        return self._client.keys(token_ids, extra=extra, after=after)
 
     def register(self, buffer: object) -> RegisteredBuffer:
         """As `Client.register`. Not awaitable."""
@@ -84,6 +84,10 @@ class AsyncClient:
     ) -> Lookup:
         """As `Client.lookup`."""
         return await self._call(self._client.lookup, keys, plan=plan, prompt_tokens=prompt_tokens, overlap=overlap)
+
+    def observe_fetch(self, keys: BlockKeys, seconds: float) -> None:
+        """As `Client.observe_fetch`."""
+        self._client.observe_fetch(keys, seconds)
 
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """As `Client.observe_compute`. Not awaitable."""
@@ -114,6 +118,10 @@ class AsyncClient:
     async def delete(self, keys: BlockKeys) -> int:
         """As `Client.delete`."""
         return await self._call(self._client.delete, keys)
+
+    async def flush(self) -> int:
+        """As `Client.flush`."""
+        return await self._call(self._client.flush)
 
     async def pin(self, keys: BlockKeys) -> int:
         """As `Client.pin`."""

@@ -39,11 +39,12 @@ from kvstore.core.namespace import Namespace
 from kvstore.core.states import BlockState, PutStatus
 from kvstore.device.base import Device
 from kvstore.device.opening import open_device
-from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, ShardLink, Wanted
+from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, Part, ShardLink, Wanted
 from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
 from kvstore.transport.device_blocks import DeviceBlocks, as_device_blocks, is_on_device, on_device
 from kvstore.transport.shm import SharedMemoryLink
+from kvstore.wire.control import ControlClient
 
 I64 = NDArray[np.int64]
 T = TypeVar("T")
@@ -145,9 +146,9 @@ class Client:
         """How this store makes keys."""
         return self._scheme
 
-    def keys(self, token_ids: TokenIds, *, extra: Extra | None = None) -> BlockKeys:
+    def keys(self, token_ids: TokenIds, *, extra: Extra | None = None, after: BlockKeys | None = None) -> BlockKeys:
         """Keys of the full blocks of a token sequence; see `kvstore.chain_keys`."""
-        return chain_keys(self._namespace, token_ids, extra=extra, scheme=self._scheme)
+        return chain_keys(self._namespace, token_ids, extra=extra, scheme=self._scheme, after=after)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +196,29 @@ class Client:
                 f"tokens={tokens}, seconds={seconds}: allowed is 1 or more of the one, above 0 of the other"
             )
         self._planner.computing.observe(tokens, seconds)
+
+    def observe_fetch(self, keys: BlockKeys, seconds: float) -> None:
+        """Tell how long it took to fetch these blocks, where another client of the same host did that.
+
+        The client that fetches knows by itself. An engine that plans in one process and fetches in others tells the one
+        that plans.
+        """
+        if not 0 < seconds < float("inf"):
+            raise UsageError(f"seconds={seconds}: allowed is above 0")
+        if self._closed.is_set() or not _count(keys):
+            return
+        size = self._namespace.block_bytes
+        parts = self._route(keys)
+        in_turn = all(link.transport == "shm" for _, _, link, _ in parts)
+        for _, _, link, rows in parts:
+            share = len(rows) / len(keys) if in_turn else 1.0
+            self._planner.observe_fetch(
+                link.transport,
+                keys.array["lo"][rows],
+                len(rows) * size,
+                seconds * share,
+                to_device=self._options.device is not None,
+            )
 
     def get_into(
         self, keys: BlockKeys, into: object, *, offsets: object = None, layers: tuple[int, int] | None = None
@@ -368,19 +392,31 @@ class Client:
         self._each_shard(keys, ask)
         return PutResult(statuses, int(np.count_nonzero(statuses == PutStatus.STORED)) * size)
 
-    def publish_stream(self, keys: BlockKeys, *, ttl_s: float = 30.0) -> PublishStream:
+    def publish_stream(
+        self, keys: BlockKeys, *, heads: tuple[int, int] | None = None, ttl_s: float = 30.0
+    ) -> PublishStream:
         """Store blocks layer by layer, as they are computed. Readers follow each layer; `commit` makes them complete.
 
         Args:
             keys: of the n blocks.
-            ttl_s: after so long without a layer the blocks are dropped.
+            heads: half-open range of KV heads that this stream writes, as of one tensor-parallel rank; all unless
+            given. Canonical layouts only. Streams of other clients write the rest, in any order: a block is visible
+            once all its heads are committed, and dropped when one of its streams ends without a commit. Of heads that
+            another stream writes already, this one's are PENDING.
+            ttl_s: after so long without a layer the blocks are dropped; also when after so long not all heads have
+            their stream.
+
+        Raises:
+            UsageError: an argument is wrong; nothing was reserved.
         """
         _require_ttl(ttl_s)
+        start, size = self._heads(heads)
+        part = None if size == self._namespace.layer_bytes else Part(start, size)
         statuses = np.full(_count(keys), PutStatus.FAILED, dtype=np.uint8)
         parts: list[tuple[I64, LayerSink]] = []
 
         def ask(link: ShardLink, rows: I64, deadline: Deadline) -> None:
-            sink = link.publish(keys.array[rows], ttl_s, deadline.left_s())
+            sink = link.publish(keys.array[rows], ttl_s, deadline.left_s(), part)
             parts.append((rows, sink))
             statuses[rows] = sink.statuses
 
@@ -391,11 +427,22 @@ class Client:
                 with contextlib.suppress(KvStoreError):
                     sink.abort(self._options.timeout_s)
             raise
-        return PublishStream(self._namespace, statuses, parts, self._options.timeout_s, self._staging_memory)
+        return PublishStream(self._namespace, statuses, parts, size, self._options.timeout_s, self._staging_memory)
 
     def delete(self, keys: BlockKeys) -> int:
         """Remove blocks; how many were there."""
         return int(np.count_nonzero(self._ask(keys, lambda link, part, left_s: link.delete(part, left_s))))
+
+    def flush(self) -> int:
+        """Remove every block of this namespace; how many were there. Nodes that can't be reached are left out."""
+        options, removed = self._options, 0
+        for member in self._members:
+            with (
+                contextlib.suppress(Unavailable),
+                ControlClient(member.name, auth_token=options.auth_token, timeout_s=options.timeout_s) as control,
+            ):
+                removed += control.flush(self._namespace.digest)
+        return removed
 
     def pin(self, keys: BlockKeys) -> int:
         """Keep blocks from being evicted, until `unpin`. Pins are counted. How many are there."""

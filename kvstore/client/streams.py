@@ -326,10 +326,12 @@ class _Part:
 
 
 class PublishStream:
-    """Blocks that the caller computes layer by layer; made by `Client.publish_stream`. A context manager.
+    """Blocks, or some heads of them, that the caller computes layer by layer. A context manager; made by
+    `Client.publish_stream`.
 
-    Readers see each layer from its `write` on. Without a `commit` the end of the `with` block drops all of it: who has
-    attached to these blocks is told that the rest won't come. One thread at a time uses it.
+    Readers see each layer from its `write` on, or once all streams that share a block have written it. Without a
+    `commit` the end of the `with` block drops all of it: who has attached to these blocks is told that the rest won't
+    come. One thread at a time uses it.
     """
 
     def __init__(
@@ -337,17 +339,19 @@ class PublishStream:
         namespace: Namespace,
         statuses: U8,
         parts: Sequence[tuple[I64, LayerSink]],
+        size: int,
         timeout_s: float,
         staging: StagingMemory | None,
     ) -> None:
         self._namespace = namespace
+        self._size = size  # of a slice, or of our heads in it
         self._staging = staging  # for what lies in a device's memory
         self._parts = list(parts)
         self._timeout_s = timeout_s
         self._next = 0
         self._open = True
         self.statuses = statuses
-        """`PutStatus` of each key, shape (n,): STORED where the block is this stream's to write."""
+        """`PutStatus` of each key, shape (n,): STORED where the block, or our heads of it, is ours to write."""
 
     @property
     def mine(self) -> I64:
@@ -359,7 +363,8 @@ class PublishStream:
 
         Args:
             layer: the next one: 0, 1, ...
-            blocks: slices of all n keys, in their order, as one contiguous buffer; or with `slots` a paged one.
+            blocks: slices of all n keys, or our heads of them, in the keys' order, as one contiguous buffer; or with
+            `slots` a paged one.
             slots: which slice of the buffer each block has, shape (n,).
 
         With a device, `blocks` may be a tensor of it. It is read after what is on the default stream by now (or the
@@ -374,13 +379,14 @@ class PublishStream:
         self._require_open()
         if layer != self._next or layer >= self._namespace.layers:
             raise UsageError(f"layer {layer}: layers are published in their order, and {self._next} is the next one")
-        shape = Shape(len(self.statuses), 1, self._namespace.layer_bytes, self._namespace.dtype)
+        shape = Shape(len(self.statuses), 1, self._size, self._namespace.dtype)
         with self._in_host_memory(blocks, slots, shape) as memory:
             self._next += 1
             self._write(layer, memory)
 
     def commit(self) -> PutResult:
-        """Make the blocks complete.
+        """Make the blocks complete. Where heads were shared, our part of them is: STORED says no more than that, and
+        the block is visible once the others have committed theirs.
 
         Raises:
             StreamClosed: committed or aborted already.
@@ -398,7 +404,7 @@ class PublishStream:
                 done = np.zeros(len(rows), dtype=np.bool_)
             self.statuses[rows[wanted & ~done]] = PutStatus.FAILED
         stored = int(np.count_nonzero(self.statuses == PutStatus.STORED))
-        return PutResult(self.statuses, stored * self._namespace.block_bytes)
+        return PutResult(self.statuses, stored * self._namespace.layers * self._size)
 
     def abort(self) -> None:
         """Drop everything. Idempotent."""

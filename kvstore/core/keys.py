@@ -33,6 +33,7 @@ __all__ = [
     "KeyScheme",
     "TokenIds",
     "chain_keys",
+    "keys_from_digests",
 ]
 
 KEY_DTYPE = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("fp", "<u8")])
@@ -43,11 +44,14 @@ FINGERPRINT_BYTES = 8
 MAX_TOKEN_ID = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MAX_EXTRA_BYTES = 2**32 - 1  # its length is a u32 in the hashed bytes
+MIN_DIGEST_BYTES = 16  # 64 bits of a hash meet by accident among a few billion blocks
+MAX_DIGEST_BYTES = 64
 
 _RECORD_BYTES = KEY_DTYPE.itemsize
 _FINGERPRINT_SEED = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: any constant that sets the two hashes' seeds apart
 _FINGERPRINT_MAGIC = b"kvstore-fingerprint-v1"
 _BLAKE3_KEY_MAGIC = b"kvstore-blake3-key-v1"
+_DIGEST_MARK = b"\xff\xff\xff\xff"  # -1 as int32: no token id, so a digest's step is never one of tokens
 _ALGORITHMS = ("xxh3-128", "blake3")
 _HEX_KEY = re.compile(r"([0-9a-fA-F]{32}):([0-9a-fA-F]{16})")
 _ALLOWED_TOKENS = f"allowed is a 1-D sequence or array of ints from 0 to {MAX_TOKEN_ID}"
@@ -161,14 +165,20 @@ class BlockKeys:
 
 
 def chain_keys(
-    namespace: Namespace, token_ids: TokenIds, *, extra: Extra | None = None, scheme: KeyScheme = DEFAULT_SCHEME
+    namespace: Namespace,
+    token_ids: TokenIds,
+    *,
+    extra: Extra | None = None,
+    scheme: KeyScheme = DEFAULT_SCHEME,
+    after: BlockKeys | None = None,
 ) -> BlockKeys:
     """Keys of the full blocks of `token_ids`; a last partial block has none.
 
     `token_ids`: a sequence of int, a 1-D integer array or a CPU tensor, each id from 0 to 2**31 - 1. `extra`: what the
     tokens do not say. Bytes are a salt, mixed into block 0 and so into every key. A mapping gives digests by block
     index, of images and the like: each changes the keys from its block on; one of the last, partial block changes none.
-    Raises UsageError naming the culprit.
+    `after`: the keys of the same sequence before these tokens, which continue its chain; block 0 is the first one after
+    them. Raises UsageError naming the culprit.
     """
     tokens = _tokens(token_ids)
     block_tokens = namespace.block_tokens
@@ -179,9 +189,32 @@ def chain_keys(
     for index, digest in _extras(extra, block_limit=-(-len(tokens) // block_tokens)).items():
         if index < count:
             steps[index] += len(digest).to_bytes(4, "little") + digest
-    first = (namespace.digest, _first_fingerprint(namespace))
+    if after is not None and len(after):
+        last = after.array[-1:].tobytes()
+        first = (last[:KEY_BYTES], last[KEY_BYTES:])
+    else:
+        first = (namespace.digest, _first_fingerprint(namespace))
     chain = _chain_blake3 if scheme.algorithm == "blake3" else _chain_xxh3
     return BlockKeys.frombuffer(b"".join(chain(first, steps, scheme.seed)))
+
+
+def keys_from_digests(
+    namespace: Namespace, digests: Sequence[bytes], *, scheme: KeyScheme = DEFAULT_SCHEME
+) -> BlockKeys:
+    """Keys of blocks that an engine names by digests of its own, and whose tokens it does not tell.
+
+    `digests`: one per block, 16 to 64 bytes each, in any order; each has to cover every token before the block too, and
+    what else tells prompts apart (salt, images). The namespace stands for the rest. These keys never equal those of
+    `chain_keys`. Raises UsageError naming the culprit.
+    """
+    for index, digest in enumerate(digests):
+        if not isinstance(digest, bytes) or not MIN_DIGEST_BYTES <= len(digest) <= MAX_DIGEST_BYTES:
+            allowed = f"allowed is bytes, {MIN_DIGEST_BYTES} to {MAX_DIGEST_BYTES} of them"
+            raise UsageError(f"digests[{index}]={digest!r}: {allowed}")
+    first = (namespace.digest, _first_fingerprint(namespace))
+    chain = _chain_blake3 if scheme.algorithm == "blake3" else _chain_xxh3
+    parts = (part for digest in digests for part in chain(first, [_DIGEST_MARK + digest], scheme.seed))
+    return BlockKeys.frombuffer(b"".join(parts))
 
 
 def _chain_xxh3(first: tuple[bytes, bytes], steps: list[bytes], seed: int) -> list[bytes]:

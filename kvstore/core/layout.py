@@ -7,11 +7,13 @@ The canonical layout, outermost first (drawn for 2 layers, 2 heads):
     | K: tokens x head_dim | V: tokens x head_dim_v   | ...
 
 so any layer range times any head range is a few contiguous byte ranges: layers stream one by one, writers and readers
-with different tensor-parallel sizes share blocks, and heads can move. An adapter that cannot take its engine's block
-apart uses an opaque layout instead: layers still stream, heads do not.
+with different tensor-parallel sizes share blocks, and heads can move. An engine whose kernels want K transposed may say
+so (`key_order`): its blocks then need no unpacking, and are other blocks than those of engines that don't. An adapter
+that cannot take its engine's block apart uses an opaque layout instead: layers still stream, heads do not.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from kvstore.core.errors import UsageError
 from kvstore.core.fields import length_prefixed, require_int, require_text
@@ -30,13 +32,15 @@ class CanonicalLayout:
 
     `layers` counts what one block holds: the layers of this pipeline part, not of the whole model. `head_dim_v` is the
     size of a value head where it differs from the key's; 0 where there are no values (a latent cache keeps K only).
-    Left out, it becomes `head_dim`, so both spellings are equal. Raises UsageError naming the field.
+    Left out, it becomes `head_dim`, so both spellings are equal. `key_order`: "dim" where each K lies as
+    [head_dim][token]; values stay as they are. Raises UsageError naming the field.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     head_dim_v: int | None = None
+    key_order: Literal["token", "dim"] = "token"
 
     def __post_init__(self) -> None:
         require_int("layers", self.layers, 1, MAX_LAYERS)
@@ -46,6 +50,8 @@ class CanonicalLayout:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         else:
             require_int("head_dim_v", self.head_dim_v, 0, MAX_HEAD_DIM)
+        if self.key_order not in ("token", "dim"):
+            raise UsageError(f"key_order={self.key_order!r}: allowed is 'token' or 'dim'")
 
     @property
     def value_dim(self) -> int:
@@ -81,17 +87,20 @@ class CanonicalLayout:
 
     def encode(self) -> bytes:
         """The layout's part of the namespace encoding; see docs/keys.md."""
-        return length_prefixed("canonical", self.layers, self.kv_heads, self.head_dim, self.value_dim)
+        fields = ("canonical", self.layers, self.kv_heads, self.head_dim, self.value_dim)
+        # Said only where it is not "token": keys made before there was another order stay what they are.
+        return length_prefixed(*fields) if self.key_order == "token" else length_prefixed(*fields, self.key_order)
 
     def describe(self) -> dict[str, str | int]:
         """The fields as JSON-able values, and `kind`: what `Namespace.from_description` reads back."""
-        return {
+        described: dict[str, str | int] = {
             "kind": "canonical",
             "layers": self.layers,
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
             "head_dim_v": self.value_dim,
         }
+        return described if self.key_order == "token" else {**described, "key_order": self.key_order}
 
 
 @dataclass(frozen=True, slots=True)

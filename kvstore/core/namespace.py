@@ -131,9 +131,10 @@ class Namespace:
 
 
 _DESCRIBED = tuple(told.name for told in fields(Namespace) if told.init)
-_LAYOUTS: dict[str, tuple[type[CanonicalLayout] | type[OpaqueLayout], tuple[str, ...]]] = {
-    "canonical": (CanonicalLayout, ("layers", "kv_heads", "head_dim", "head_dim_v")),
-    "opaque": (OpaqueLayout, ("tag", "layers", "layer_bytes_per_block")),
+_LAYOUTS: dict[str, tuple[type[CanonicalLayout] | type[OpaqueLayout], tuple[str, ...], tuple[str, ...]]] = {
+    # kind: class, fields that are always described, fields that are described unless they have their default
+    "canonical": (CanonicalLayout, ("layers", "kv_heads", "head_dim", "head_dim_v"), ("key_order",)),
+    "opaque": (OpaqueLayout, ("tag", "layers", "layer_bytes_per_block"), ()),
 }
 
 
@@ -185,8 +186,8 @@ def _layout(description: object) -> Layout:
     kind = told.pop("kind", None)
     if not isinstance(kind, str) or kind not in _LAYOUTS:
         raise UsageError(f"layout kind={kind!r}: allowed is one of {', '.join(_LAYOUTS)}")
-    layout, names = _LAYOUTS[kind]
-    _require_names(f"{kind} layout", told, names)
+    layout, names, optional = _LAYOUTS[kind]
+    _require_names(f"{kind} layout", {name: told[name] for name in told if name not in optional}, names)
     return layout(**told)
 
 

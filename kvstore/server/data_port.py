@@ -27,6 +27,7 @@ from kvstore.core.states import BlockState, PutStatus
 from kvstore.index import IndexReader, Probe
 from kvstore.server.children import read_configuration, say_ready
 from kvstore.server.landing import Grant, LandingSpace
+from kvstore.transport.base import Part
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
@@ -45,6 +46,7 @@ from kvstore.wire.messages import (
     KeyRequest,
     LayersAnswer,
     LayersRequest,
+    PartRequest,
     RefRequest,
     decode_json,
     decode_rows,
@@ -81,6 +83,7 @@ _FORWARDED = frozenset(
         Op.TOUCH,
         Op.REPORT,
         Op.RESERVE,
+        Op.RESERVE_PART,
     }
 )
 _DROPPED = -1  # a reservation that was given back because a layer arrived damaged: nothing is written there any more
@@ -209,6 +212,7 @@ class _Connection:
         self._grant: Grant | None = None  # of landing space
         self._reserved: dict[int, int] = {}  # generation -> pool offset of what this connection may write, or _DROPPED
         self._space_of: dict[int, int] = {}  # generation -> namespace number of the reservation
+        self._part_of: dict[int, Part] = {}  # generation -> of each layer, where others write the rest
         self._layer_sums: dict[int, NDArray[np.uint64]] = {}  # generation -> sums of the layers that have come
         self._sizes: dict[int, tuple[int, int]] = {}  # namespace number -> (layers, bytes per layer)
 
@@ -279,16 +283,17 @@ class _Connection:
             case op if op in _FORWARDED:
                 # A client reports every few seconds, and a put has to come after its request.
                 self._session.tell(self._asked, Deadline(SHARD_TIMEOUT_S))
-                if op == Op.RESERVE:
-                    self._asked.end(KeyRequest.decode(body).keys)
+                reserving = _reservation(op, body)
+                if reserving is not None:
+                    self._asked.end(reserving[0].keys)
                 if op in {Op.COMMIT, Op.ABORT}:
                     self._settle(Op(op), RefRequest.decode(body))
                 if frame.flags & NO_REPLY:
                     self._session.channel.post(Op(op), body, Deadline(SHARD_TIMEOUT_S))
                     return
                 answer = self._session.channel.call(Op(op), body, Deadline(SHARD_TIMEOUT_S))
-                if op == Op.RESERVE:
-                    self._remember(answer, KeyRequest.decode(body).namespace)
+                if reserving is not None:
+                    self._remember(answer, *reserving)
                 self._reply(frame, answer, deadline)
             case op:
                 raise ProtocolError(f"operation {op} is not for the data port")
@@ -426,23 +431,28 @@ class _Connection:
                 known.keep(generation, sums[row].copy())
         return sums
 
-    def _remember(self, answer: bytes, namespace: int) -> None:
+    def _remember(self, answer: bytes, request: KeyRequest, part: Part | None) -> None:
         rows = decode_rows(answer, RESERVE_ROW, len(answer) // RESERVE_ROW.itemsize)
         mine = rows[rows["status"] == PutStatus.STORED]
         generations: list[int] = mine["generation"].tolist()
         self._reserved.update(zip(generations, mine["offset"].tolist(), strict=True))
-        self._space_of.update(dict.fromkeys(generations, namespace))
+        self._space_of.update(dict.fromkeys(generations, request.namespace))
+        if part is not None:
+            self._part_of.update(dict.fromkeys(generations, part))
 
-    def _places(self, refs: NDArray[np.void], namespace: int) -> list[int | None]:
-        """Where the payload of reserved blocks goes; None where this connection has no such reservation. Blocks of
-        another namespace may have larger payloads.
+    def _places(self, refs: NDArray[np.void], namespace: int, part: Part | None = None) -> list[int | None]:
+        """Where the payload of reserved blocks goes, or of that part of them; None where this connection has no such
+        reservation. Blocks of another namespace may have larger payloads.
         """
         generations: list[int] = refs["generation"].tolist()
-        return [self._reserved[each] if self._space_of.get(each) == namespace else None for each in generations]
+        spaces, parts = self._space_of, self._part_of
+        known = [spaces.get(each) == namespace and parts.get(each) == part for each in generations]
+        return [self._reserved[each] if mine else None for each, mine in zip(generations, known, strict=True)]
 
     def _forget(self, generation: int) -> int | None:
         """The end of a reservation: where it was."""
         self._space_of.pop(generation, None)
+        self._part_of.pop(generation, None)
         return self._reserved.pop(generation, None)
 
     def _write(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
@@ -477,20 +487,22 @@ class _Connection:
         self._reply(frame, done.tobytes(), deadline)
 
     def _write_layer(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
-        """One layer of reserved blocks, verified, then visible."""
-        offsets = self._places(request.refs, request.namespace)
+        """One layer of reserved blocks, or their parts of it, verified, then visible."""
         layers, layer_bytes = self._geometry(request.namespace)
+        part = self._part_of.get(int(request.refs["generation"][0])) if len(request.refs) else None
+        offsets = self._places(request.refs, request.namespace, part)
+        first, size = (0, layer_bytes) if part is None else (part.start, part.size)
         layer = request.layers_ready - 1
-        if None in offsets or not 0 <= layer < layers or frame.payload_bytes != len(offsets) * (layer_bytes + 8):
+        if None in offsets or not 0 <= layer < layers or frame.payload_bytes != len(offsets) * (size + 8):
             raise ProtocolError("a WRITE_LAYER for blocks that were not reserved here, or of another size")
         pool = memoryview(self._session.shared.pool)
-        nowhere = memoryview(bytearray(layer_bytes)) if _DROPPED in offsets else pool
+        nowhere = memoryview(bytearray(size)) if _DROPPED in offsets else pool
         received: list[int] = []
         for offset in cast("list[int]", offsets):
-            start = offset + layer * layer_bytes
-            piece = nowhere if offset == _DROPPED else pool[start : start + layer_bytes]
+            start = offset + layer * layer_bytes + first
+            piece = nowhere if offset == _DROPPED else pool[start : start + size]
             self._stream.receive_into(piece, deadline)
-            received += sums_of(piece, layer_bytes)
+            received += sums_of(piece, size)
         told = np.frombuffer(self._stream.receive(len(offsets) * 8, deadline), dtype=U64)
         sums = np.array(received, dtype=np.uint64)
         whole = self._take_in(request.refs, offsets, layer, layers, told[:, None], sums[:, None])
@@ -537,6 +549,8 @@ class _Connection:
         alive = np.array(offsets) != _DROPPED
         whole = alive & (told == received).all(axis=1)
         for generation, sums in zip(refs["generation"].tolist(), told, strict=True):
+            if generation in self._part_of:
+                continue  # its sums are not those of whole slices
             known = self._layer_sums.setdefault(generation, np.zeros(layers, dtype=np.uint64))
             known[first : first + len(sums)] = sums
         damaged = refs[alive & ~whole]
@@ -707,6 +721,18 @@ class _Connection:
 
     def _reply(self, frame: Frame, body: bytes, deadline: Deadline, status: int = Status.OK) -> None:
         self._stream.send([encode(frame.op, frame.request, body, status=status)], deadline)
+
+
+def _reservation(op: int, body: bytes) -> tuple[KeyRequest, Part | None] | None:
+    """What a client wants to write, if that is what it asks for."""
+    match op:
+        case Op.RESERVE:
+            return KeyRequest.decode(body), None
+        case Op.RESERVE_PART:
+            request = PartRequest.decode(body)
+            return request.of, Part(request.start, request.size)
+        case _:
+            return None
 
 
 def _status_of(error: UsageError) -> Status:

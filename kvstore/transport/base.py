@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvstore.core.namespace import Namespace
 from kvstore.transport.buffers import Blocks, LayerMemory, Region
-from kvstore.wire.messages import REPORT_FIELDS, U64
+from kvstore.wire.frames import Op
+from kvstore.wire.messages import REPORT_FIELDS, U64, KeyRequest, PartRequest
 
 Keys = NDArray[np.void]  # KEY_DTYPE, shape (n,)
 Mask = NDArray[np.bool_]
@@ -104,6 +105,21 @@ class Wanted:
         return self.end - self.first
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which bytes of each layer one of several writers of a block has."""
+
+    start: int
+    size: int
+
+    @staticmethod
+    def reserve(request: KeyRequest, part: Part | None) -> tuple[Op, bytes]:
+        """The message that reserves whole blocks, or a part of each."""
+        if part is None:
+            return Op.RESERVE, request.encode()
+        return Op.RESERVE_PART, PartRequest(part.start, part.size, request).encode()
+
+
 class LayerSource(Protocol):
     """Layers of n blocks on their way into the caller's memory, in order, while the blocks are held.
 
@@ -146,9 +162,11 @@ class LayerSource(Protocol):
 
 
 class LayerSink(Protocol):
-    """Blocks that are being written layer by layer; readers see each layer from its `write` on. One thread uses it."""
+    """Blocks, or a part of each, that are being written layer by layer; readers see each layer from its `write` on, or
+    from that of the last one of its parts. One thread uses it.
+    """
 
-    statuses: U8  # `PutStatus` of each key, shape (n,): STORED where the block is ours to write
+    statuses: U8  # `PutStatus` of each key, shape (n,): STORED where the block, or our part of it, is ours to write
 
     def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
         """Write the next layer of the blocks that are ours, `blocks` being just those, and move their watermark.
@@ -159,11 +177,11 @@ class LayerSink(Protocol):
         ...
 
     def commit(self, timeout_s: float) -> Mask:
-        """Make them complete; which of them are, shape (n,)."""
+        """Make them complete; which of them are, shape (n,). A block of parts is when all of them are."""
         ...
 
     def abort(self, timeout_s: float) -> None:
-        """Drop them all; no reader is served any more of them."""
+        """Drop them all, with what others have written of them; no reader is served any more of them."""
         ...
 
 
@@ -208,8 +226,10 @@ class ShardLink(Protocol):
         """Hold blocks, unfinished ones too, and read some of their layers, in order."""
         ...
 
-    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> LayerSink:
-        """Reserve what nobody has, to write it layer by layer. After `ttl_s` without a layer it is dropped."""
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float, part: Part | None = None) -> LayerSink:
+        """Reserve what nobody has, to write it layer by layer. After `ttl_s` without a layer it is dropped. With `part`
+        others write the rest of each layer, and have to reserve it within `ttl_s` too.
+        """
         ...
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:

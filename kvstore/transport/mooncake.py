@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LayerSink, LayerSource, Lookup, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LayerSink, LayerSource, Lookup, Mask, Part, Wanted
 from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.channel import Channel, Deadline
 from kvstore.transport.copying import copy_blocks
@@ -218,8 +218,10 @@ class MooncakeLink:
             self._lanes.give_back(lane, usable=False)
             raise
 
-    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> LayerSink:
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float, part: Part | None = None) -> LayerSink:
         namespace = self._opened()
+        if part is not None:  # what lands is whole layers
+            return self._tcp.publish(keys, ttl_s, timeout_s, part)
         lane = self._lanes.borrow(Deadline(timeout_s))
         landing = None if lane is None else Landing(lane, self._number, namespace)
         if lane is None or landing is None or not landing.has_room:

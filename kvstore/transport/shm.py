@@ -27,7 +27,7 @@ from kvstore.core.states import PutStatus
 from kvstore.device.base import COPY_WAIT_S_MIN, Device
 from kvstore.index import IndexReader, Probe
 from kvstore.index.layout import POOL_UNIT_BYTES
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part, Wanted
 from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import Channel, Deadline, Stream
@@ -170,9 +170,9 @@ class ShardCalls:
         """Number of a namespace."""
         return int.from_bytes(self.channel.call(Op.OPEN, encode_json(namespace), deadline), "little")
 
-    def reserve(self, request: KeyRequest, deadline: Deadline) -> NDArray[np.void]:
-        """`RESERVE_ROW` of each key."""
-        return decode_rows(self.channel.call(Op.RESERVE, request.encode(), deadline), RESERVE_ROW, len(request.keys))
+    def reserve(self, request: KeyRequest, deadline: Deadline, part: Part | None = None) -> NDArray[np.void]:
+        """`RESERVE_ROW` of each key: blocks, or a part of each."""
+        return decode_rows(self.channel.call(*Part.reserve(request, part), deadline), RESERVE_ROW, len(request.keys))
 
     def settle(self, op: Op, rows: NDArray[np.void], deadline: Deadline) -> Mask:
         """COMMIT or ABORT of reserved rows; for which it came in time."""
@@ -397,9 +397,10 @@ class SharedMemoryLink:
             ttl_s=ttl_s,
             timeout_s=timeout_s,
             meter=self.meter,
+            damaged=(lambda wrong: self._drop_damaged(wrong, timeout_s)) if self._checksums else None,
         )
 
-    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> SharedLayerSink:
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float, part: Part | None = None) -> SharedLayerSink:
         self._require_usable()
         self._session.tell(self._asked, Deadline(timeout_s))
         self._asked.end(keys)
@@ -412,10 +413,15 @@ class SharedMemoryLink:
             timeout_s=timeout_s,
             checksums=self._checksums,
             meter=self.meter,
+            part=part,
         )
 
     def delete(self, keys: Keys, timeout_s: float) -> Mask:
         return self._session.ask(Op.DELETE, KeyRequest(self._number, keys), Deadline(timeout_s))
+
+    def _drop_damaged(self, keys: Keys, timeout_s: float) -> None:
+        """It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again."""
+        self.delete(keys, timeout_s)
 
     def pin(self, keys: Keys, on: bool, timeout_s: float) -> Mask:
         return self._session.ask(Op.PIN, KeyRequest(self._number, keys, flag=int(on)), Deadline(timeout_s))
@@ -472,8 +478,7 @@ class SharedMemoryLink:
         if self._checksums and not isinstance(into, DeviceBlocks):
             matching = self._verified(into, rows[good], offsets[standing], probe.generations[good], layers)
             if not matching.all():
-                # It would stay a miss for every reader and EXISTS for every writer. Gone, it can be written again.
-                self.delete(keys[rows[good[~matching]]], deadline.left_s())
+                self._drop_damaged(keys[rows[good[~matching]]], deadline.left_s())
             good = good[matching]
         return rows[good], rows[there[~standing]], cold
 

@@ -6,8 +6,10 @@ a layer of a committed block is a copy and a look at the clock; of an unfinished
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,12 @@ from numpy.typing import NDArray
 from kvstore.core.errors import Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, Wanted
 from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Deadline
 from kvstore.transport.copying import CopyPlan, copy_blocks
 from kvstore.transport.holding import LayerHold
-from kvstore.transport.trailer import sums_of, write_trailers
+from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import Op
 from kvstore.wire.messages import KeyRequest
 
@@ -54,6 +56,7 @@ class SharedLayerSource:
         number: of the namespace on this shard.
         wanted, into: what to read, and where it goes.
         meter: the link's.
+        damaged: told of blocks whose bytes do not match their sums; None leaves the sums alone.
     """
 
     def __init__(
@@ -68,11 +71,14 @@ class SharedLayerSource:
         ttl_s: float,
         timeout_s: float,
         meter: LinkMeter,
+        damaged: Callable[[Keys], None] | None = None,
     ) -> None:
         self._session, self._keys, self._namespace = session, keys, namespace
         self._wanted, self._into = wanted, into
         self._timeout_s = timeout_s
         self._meter = meter
+        self._damaged = damaged
+        self._wrong: list[Keys] = []  # met, but not told yet: the session may be in the middle of a call
         self._hold = LayerHold(session, number, namespace.layers, namespace.block_bytes, keys, ttl_s)
         self._copying = threading.Lock()  # held while the caller's memory is written to, under leases that must last
         self._closed = False
@@ -88,6 +94,7 @@ class SharedLayerSource:
         deadline = Deadline(timeout_s)
         if self._closed:
             raise Unavailable("the stream was given up")
+        self._tell_damaged()
         if len(self._waiting) and time.monotonic() >= self._look_at_s:
             self._look(deadline)
         limit = self._limit()
@@ -111,6 +118,8 @@ class SharedLayerSource:
         with self._copying:
             self._closed = True
         self._hold.release(Deadline(self._timeout_s))
+        with contextlib.suppress(Unavailable):  # the shard is gone, and the blocks with it
+            self._tell_damaged()
 
     def _begin(self, deadline: Deadline) -> None:
         hold = self._hold
@@ -176,10 +185,41 @@ class SharedLayerSource:
                 for layer in range(cohort.next, end):
                     place, start = layer - wanted.first, layer * layer_bytes + wanted.start
                     plan.copy(into.memories[place], into.shifts[place], pool, start, wanted.size)
+            wrong = None if self._damaged is None else self._mismatching(cohort.rows, cohort.next, end)
             self._hold.require_valid()
         self._meter.add(read_blocks=len(cohort.rows) * fresh, read_bytes=(end - cohort.next) * each)
         cohort.next = end
+        if wrong is not None and wrong.any():
+            self._leave_out(cohort, wrong)
         self.arrived[cohort.rows] = end - wanted.first
+
+    def _mismatching(self, rows: I64, first: int, end: int) -> Mask:
+        """Which blocks hold bytes that do not match the sums of these layers. Blocks without sums match."""
+        namespace, offsets = self._namespace, self._hold.offsets[rows]
+        pool, size = self._session.shared.pool_read_only, namespace.layer_bytes
+        trailers = read_trailers(pool, offsets, namespace.block_bytes, namespace.layers)
+        wrong = np.zeros(len(rows), dtype=np.bool_)
+        for place in np.flatnonzero(trailers[:, 0] == self._hold.generations[rows]).tolist():
+            start = int(offsets[place])
+            # In the pool, where a lease holds them: a range of heads has no sum of its own.
+            slices = memoryview(pool[start + first * size : start + end * size])
+            wrong[place] = sums_of(slices, size) != trailers[place, 1 + first : 1 + end].tolist()
+        return wrong
+
+    def _leave_out(self, cohort: _Cohort, wrong: Mask) -> None:
+        rows, cohort.rows = cohort.rows[wrong], cohort.rows[~wrong]
+        cohort.plan = CopyPlan(self._into.offsets[cohort.rows], self._hold.offsets[cohort.rows])
+        if not len(cohort.rows):
+            cohort.next = self._wanted.end
+        self._hold.gone[rows] = True
+        self._wrong.append(self._keys[rows])
+        self._meter.add(checksum_failures=len(rows))
+
+    def _tell_damaged(self) -> None:
+        wrong, self._wrong = self._wrong, []
+        for keys in wrong:
+            assert self._damaged is not None
+            self._damaged(keys)
 
     def _limit(self) -> int:
         """Layer of the block before which the memory may be written."""
@@ -196,8 +236,9 @@ class SharedLayerSink:
     Args:
         session: the link's.
         number: of the namespace on this shard.
-        checksums: also write the sums of the layers, with the commit.
+        checksums: also write the sums of the layers, with the commit. A part has none: sums are those of whole slices.
         meter: the link's.
+        part: of each layer, where others write the rest.
     """
 
     def __init__(
@@ -211,22 +252,25 @@ class SharedLayerSink:
         timeout_s: float,
         checksums: bool,
         meter: LinkMeter,
+        part: Part | None = None,
     ) -> None:
-        self._session, self._number, self._namespace, self._ttl_s = session, number, namespace, ttl_s
+        self._session, self._namespace, self._ttl_s = session, namespace, ttl_s
         self._meter = meter
+        self._part = part or Part(0, namespace.layer_bytes)
         request = KeyRequest(number, keys, ttl_ms=int(ttl_s * 1000), size_bytes=namespace.block_bytes)
-        rows = session.reserve(request, Deadline(timeout_s))
+        rows = session.reserve(request, Deadline(timeout_s), part)
         self.statuses: U8 = rows["status"].copy()
         self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
         self._rows = rows[self._mine]
         self._offsets: I64 = self._rows["offset"].astype(np.int64)
-        self._sums = np.zeros((len(self._mine), namespace.layers), dtype=np.uint64) if checksums else None
+        summed = checksums and part is None
+        self._sums = np.zeros((len(self._mine), namespace.layers), dtype=np.uint64) if summed else None
 
     def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
         if not len(self._mine):
             return
-        size = self._namespace.layer_bytes
-        starts = self._offsets + layer * size
+        size = self._part.size
+        starts = self._offsets + (layer * self._namespace.layer_bytes + self._part.start)
         pool = self._session.shared.pool
         copy_blocks(pool, starts, blocks.memory, blocks.offsets, size)
         if self._sums is not None:
@@ -243,7 +287,7 @@ class SharedLayerSink:
             write_trailers(self._session.shared.pool, self._offsets, size, self._rows["generation"], self._sums)
         done[self._mine] = self._session.settle(Op.COMMIT, self._rows, Deadline(timeout_s))
         written = int(np.count_nonzero(done))
-        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
+        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.layers * self._part.size)
         return done
 
     def abort(self, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import DeadlineExceeded, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LinkMeter, Lookup, Mask, Part, Wanted
 from kvstore.transport.buffers import Blocks, LayerMemory, Region
 from kvstore.transport.channel import (
     RECEIVE_BUFFER_BYTES,
@@ -204,7 +204,7 @@ class TcpLink:
             self._give_back(channel, channel.usable)
             raise
 
-    def publish(self, keys: Keys, ttl_s: float, timeout_s: float) -> TcpLayerSink:
+    def publish(self, keys: Keys, ttl_s: float, timeout_s: float, part: Part | None = None) -> TcpLayerSink:
         channel = self._borrow(Deadline(timeout_s))
         try:
             return TcpLayerSink(
@@ -216,6 +216,7 @@ class TcpLink:
                 timeout_s=timeout_s,
                 give_back=lambda usable: self._give_back(channel, usable),
                 meter=self.meter,
+                part=part,
             )
         except BaseException:
             self._give_back(channel, channel.usable)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvstore.core.errors import KvStoreError, ProtocolError, Unavailable
 from kvstore.core.namespace import Namespace
 from kvstore.core.states import PutStatus
-from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Wanted
+from kvstore.transport.base import U8, Keys, LinkMeter, Mask, Part, Wanted
 from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Channel, Deadline
 from kvstore.transport.receiving import ReceivePlan
@@ -326,6 +326,7 @@ class RemoteLayerSink:
     Args:
         give_back: takes the connection at the end, and whether it can be used again.
         meter: the link's.
+        part: of each layer, where others write the rest.
     """
 
     def __init__(
@@ -339,13 +340,15 @@ class RemoteLayerSink:
         timeout_s: float,
         give_back: Callable[[bool], None],
         meter: LinkMeter,
+        part: Part | None = None,
     ) -> None:
         self._channel, self._number, self._namespace = channel, number, namespace
+        self._part = part or Part(0, namespace.layer_bytes)
         self._give_back, self._meter = give_back, meter
         self._ttl_ms = max(1, int(ttl_s * 1000))
         self._open = True
         request = KeyRequest(number, keys, ttl_ms=self._ttl_ms, size_bytes=namespace.block_bytes)
-        answer = channel.call(Op.RESERVE, request.encode(), Deadline(timeout_s))
+        answer = channel.call(*Part.reserve(request, part), Deadline(timeout_s))
         rows = decode_rows(answer, RESERVE_ROW, len(keys))
         self.statuses: U8 = rows["status"].copy()
         self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
@@ -356,7 +359,7 @@ class RemoteLayerSink:
         done = np.zeros(len(self.statuses), dtype=np.bool_)
         done[self._mine] = self._settle(Op.COMMIT, timeout_s)
         written = int(np.count_nonzero(done))
-        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.block_bytes)
+        self._meter.add(written_blocks=written, written_bytes=written * self._namespace.layers * self._part.size)
         return done
 
     def abort(self, timeout_s: float) -> None:
@@ -385,7 +388,7 @@ class TcpLayerSink(RemoteLayerSink):
         """See `LayerSink`."""
         if not len(self._mine):
             return
-        size = self._namespace.layer_bytes
+        size = self._part.size
 
         def pieces() -> Iterator[memoryview]:
             sums: list[int] = []

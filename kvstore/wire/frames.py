@@ -62,6 +62,7 @@ class Op(IntEnum):
     FABRIC = 25  # data port: how one-sided transfers reach the shard's memory; landing space for this connection
     LOCATE = 26  # data port: as LAYERS, but where the blocks lie instead of their payload
     LANDED = 27  # data port: layers of reserved blocks lie in this connection's landing space: take them
+    RESERVE_PART = 28  # as RESERVE, for some bytes of each layer: the block is complete when others have the rest
     LAYERS = 30  # data port: the payload of some layers of blocks on hold out, layer by layer
 
 

@@ -1,4 +1,4 @@
-"""Bodies of the data protocol: five request shapes and one row type per kind of answer, all fixed-width.
+"""Bodies of the data protocol: six request shapes and one row type per kind of answer, all fixed-width.
 
 A batch is one numpy array, so hundreds of keys are encoded and decoded in a few steps. `decode` checks every length
 before it looks at the content; what doesn't fit is a `ProtocolError`.
@@ -48,6 +48,7 @@ class Found(IntEnum):
 
 
 _KEY_HEAD = struct.Struct("<HHHHIIQ")
+_PART_HEAD = struct.Struct("<QQ")
 _REF_HEAD = struct.Struct("<HHII4x")  # padded: the rows that follow are 8-byte words
 _LEASE_HEAD = struct.Struct("<II")
 _LAYERS_HEAD = struct.Struct("<HHIIIII")
@@ -83,6 +84,29 @@ class KeyRequest:
             raise ProtocolError(f"{count} keys in one message; at most {KEYS_MAX}")
         keys = _array(body, _KEY_HEAD.size, KEY_DTYPE, count, exact=True)
         return cls(namespace, keys, (first, end), flag, ttl_ms, size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PartRequest:
+    """RESERVE_PART: a RESERVE of some bytes of each layer; others write the rest."""
+
+    start: int  # of the bytes within each layer
+    size: int
+    of: KeyRequest
+
+    def encode(self) -> bytes:
+        """The body."""
+        return _PART_HEAD.pack(self.start, self.size) + self.of.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> PartRequest:
+        """Read a body.
+
+        Raises:
+            ProtocolError: wrong length, or more than KEYS_MAX keys.
+        """
+        start, size = _unpack(_PART_HEAD, body)
+        return cls(start, size, KeyRequest.decode(body[_PART_HEAD.size :]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,14 @@ from tests.chaos.blocks import LARGE, SMALL, TINY, content, has_all, keys_of, pu
 from tests.chaos.roles import local_session
 from tests.chaos.sight import hello
 
+HEADED = kvstore.Namespace(
+    model="damage",
+    revision="1",
+    dtype="uint8",
+    block_tokens=16,
+    layout=kvstore.CanonicalLayout(layers=3, kv_heads=2, head_dim=64),
+)
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
@@ -116,3 +124,26 @@ def test_a_damaged_block_can_be_stored_anew_once_a_reader_has_met_it(server: Ser
         assert not has_all(remote, keys)
         assert remote.put(keys, content(keys, SMALL)).stored == 1
         assert has_all(remote, keys)
+
+
+@pytest.mark.parametrize("heads", [None, (1, 2)])
+def test_a_stream_over_shared_memory_leaves_out_the_layers_from_the_damaged_one_on(
+    server: ServerProcess, heads: tuple[int, int] | None
+) -> None:
+    with connect(server, "shm", HEADED, checksums=True) as checking, connect(server, "shm", HEADED) as plain:
+        keys = keys_of(checking, 5 + bool(heads), 4)
+        payload = np.arange(4 * HEADED.block_bytes, dtype=np.uint32).astype(np.uint8)
+        assert checking.put(keys, payload).stored == 4
+        flip(server, keys[1:2], HEADED.block_bytes - 1)  # the last layer
+        flip(server, keys[3:4], 0)
+        width = HEADED.block_bytes // (2 if heads else 1)
+        into = np.zeros((4, width), dtype=np.uint8)
+        seen = failures(checking)
+        with checking.layer_stream(keys, into, heads=heads) as stream:
+            last = stream.wait(HEADED.layers - 1)
+            assert last.tolist() == [True, False, True, False]
+            assert not stream.ok[:, 3].any()
+        whole = payload.reshape(4, HEADED.layers, 2, -1)[:, :, slice(*heads) if heads else slice(None)]
+        assert np.array_equal(into[[0, 2]], whole.reshape(4, -1)[[0, 2]])
+        assert failures(checking) == seen + 2
+        until(lambda: plain.lookup(keys).hit.tolist() == [True, False, True, False], what="damaged blocks are gone")

@@ -73,6 +73,16 @@ def test_a_slow_link_makes_it_decline_and_a_fast_one_fetch(
     assert fast.fetch_s < 0.5
 
 
+def test_a_client_that_is_told_of_anothers_slow_fetch_declines_as_that_one_would(client: kvstore.Client) -> None:
+    keys, _ = stored(client, BLOCKS)
+    client.observe_compute(BLOCKS * BLOCK_TOKENS, 0.5)
+    client.observe_fetch(keys, 2.0)
+    plan = planned(client, keys)
+    assert (plan.action, plan.fetch_blocks) == (Action.RECOMPUTE, 0)
+    with pytest.raises(kvstore.UsageError, match="seconds=0: allowed is above 0"):
+        client.observe_fetch(keys, 0)
+
+
 def test_a_fetch_that_runs_out_of_time_counts_as_slow(relay: Relay) -> None:
     with kvstore.connect(relay.address, namespace=NAMESPACE, transport="tcp", timeout_s=0.5) as client:
         keys, _ = stored(client, BLOCKS)

@@ -400,3 +400,19 @@ def test_leaving_the_with_block_closes_the_client(store: ServerProcess) -> None:
 def test_auto_takes_shared_memory_on_the_same_host(store: ServerProcess) -> None:
     with kvstore.connect(store.address, namespace=space()) as client:
         assert {link["transport"] for link in client.stats()["links"]} == {"shm"}
+
+
+# --- flush ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flush_removes_every_block_of_the_clients_namespace_and_of_no_other(
+    client: kvstore.Client, connect: Connect
+) -> None:
+    client.flush()
+    other = connect(space(model="another"))
+    keys, _ = stored(client, 5)
+    others_keys, others_data = stored(other, 5)
+    assert client.flush() == 5
+    assert is_absent(client, keys)
+    np.testing.assert_array_equal(np.array(other.get(others_keys).blocks), others_data)
+    assert client.put(keys, content(keys, client.namespace)).stored == 5

@@ -12,11 +12,13 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.keys import KeyScheme, chain_keys
+from kvstore.core.keys import KeyScheme, chain_keys, keys_from_digests
 from kvstore.core.layout import CanonicalLayout
 from kvstore.core.namespace import Namespace
 
-VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors" / "keys.json").read_text())["vectors"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "vectors" / "keys.json").read_text())
+VECTORS: list[dict[str, Any]] = GOLDEN["vectors"]
+DIGEST_VECTORS: list[dict[str, Any]] = GOLDEN["digest_vectors"]
 
 
 def by_name(vector: dict[str, Any]) -> str:
@@ -128,3 +130,30 @@ def test_library_and_document_agree_on_any_prompt(
     extra: dict[int, bytes] = data.draw(extras) if blocks else {}
     keys = chain_keys(namespace, tokens, extra=extra, scheme=KeyScheme(algorithm, seed))
     assert keys.hex() == keys_by_the_document(namespace.describe(), algorithm, seed, tokens, extra)["keys"]
+
+
+def digest_keys_by_the_document(vector: dict[str, Any]) -> list[str]:
+    """docs/keys.md, section 5, from what section 1 gives. Shares no line with the library, on purpose."""
+    seed = int(vector["seed"], 16)
+    k, f = bytes.fromhex(vector["digest"]), bytes.fromhex(vector["first_fingerprint"])
+    keys: list[str] = []
+    for text in vector["digests"]:
+        step = struct.pack("<i", -1) + bytes.fromhex(text)
+        if vector["algorithm"] == "xxh3-128":
+            key = xxhash.xxh3_128_intdigest(k + step, seed=seed).to_bytes(16, "big").hex()
+            keys.append(key + ":" + xxhash.xxh64_intdigest(f + step, seed=seed ^ 0x9E3779B97F4A7C15).to_bytes(8).hex())
+        else:
+            hash_key = hashlib.sha256(b"kvstore-blake3-key-v1" + struct.pack("<Q", seed)).digest()
+            both = blake3(k + f + step, key=hash_key).hexdigest(length=24)
+            keys.append(both[:32] + ":" + both[32:])
+    return keys
+
+
+@pytest.mark.parametrize("vector", DIGEST_VECTORS, ids=by_name)
+def test_library_and_document_compute_the_golden_keys_of_digests(vector: dict[str, Any]) -> None:
+    namespace = Namespace.from_description(vector["namespace"])
+    scheme = KeyScheme(vector["algorithm"], seed=int(vector["seed"], 16))
+    digests = [bytes.fromhex(text) for text in vector["digests"]]
+    assert namespace.digest.hex() == vector["digest"]
+    assert keys_from_digests(namespace, digests, scheme=scheme).hex() == vector["keys"]
+    assert digest_keys_by_the_document(vector) == vector["keys"]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import ConfigError, UsageError
-from kvstore.core.keys import KEY_DTYPE, BlockKeys, KeyScheme, chain_keys
+from kvstore.core.keys import KEY_DTYPE, BlockKeys, KeyScheme, chain_keys, keys_from_digests
 from kvstore.core.layout import CanonicalLayout
 from kvstore.core.namespace import Namespace
 
@@ -120,6 +120,18 @@ def test_prompts_have_equal_keys_exactly_when_tokens_and_extras_are_equal(
     )
 
 
+@every_scheme
+@given(tokens=few_tokens, salt=st.none() | st.binary(min_size=1, max_size=2), data=st.data())
+def test_a_chain_continued_after_any_block_is_the_chain_in_one_go(
+    scheme: KeyScheme, tokens: list[int], salt: bytes | None, data: st.DataObject
+) -> None:
+    extra = {0: salt} if salt and tokens else None
+    whole = chain_keys(NAMESPACE, tokens, extra=extra, scheme=scheme)
+    cut = data.draw(st.integers(0, len(whole)))
+    rest = chain_keys(NAMESPACE, tokens[4 * cut :], extra=None if cut else extra, scheme=scheme, after=whole[:cut])
+    assert BlockKeys.concat(whole[:cut], rest) == whole
+
+
 def test_extra_bytes_that_look_like_tokens_are_not_taken_for_tokens() -> None:
     tokens = [1, 2, 3, 4]
     next_tokens = np.array([5, 6, 7, 8], "<i4").tobytes()
@@ -151,6 +163,38 @@ for algorithm in ("xxh3-128", "blake3"):
     print(*chain_keys(namespace, range(100), extra={2: b"image", 7: b"other"}, scheme=KeyScheme(algorithm, 7)).hex())
 print(hash("None"))
 """
+
+
+# --------------------------------------------------------------------------------------- keys of an engine's digests
+
+PAGES = [hashlib.sha256(bytes([page])).digest() for page in range(50)]
+
+
+@every_scheme
+def test_each_digest_has_its_own_key_wherever_it_is_named(scheme: KeyScheme) -> None:
+    keys = keys_from_digests(NAMESPACE, PAGES, scheme=scheme)
+    assert all_different(keys)
+    assert keys_from_digests(NAMESPACE, PAGES[20:30], scheme=scheme) == keys[20:30]
+
+
+@every_scheme
+def test_namespaces_share_no_key_of_a_digest(scheme: KeyScheme) -> None:
+    others = [replace(NAMESPACE, revision="s"), replace(NAMESPACE, tenant=b"t"), replace(NAMESPACE, dtype="bfloat16")]
+    assert all_different(*(keys_from_digests(space, PAGES, scheme=scheme) for space in (NAMESPACE, *others)))
+
+
+@every_scheme
+def test_a_digest_that_looks_like_tokens_is_not_taken_for_tokens(scheme: KeyScheme) -> None:
+    tokens = np.frombuffer(PAGES[0], "<i4")[:4] & 0x7FFFFFFF
+    assert all_different(
+        chain_keys(NAMESPACE, tokens, scheme=scheme), keys_from_digests(NAMESPACE, [tokens.tobytes()], scheme=scheme)
+    )
+
+
+@pytest.mark.parametrize("digest", [b"", bytes(15), bytes(65), "0" * 32, 7, bytearray(32)])
+def test_a_wrong_digest_is_named_in_one_line_with_what_is_allowed(digest: Any) -> None:
+    with pytest.raises(UsageError, match=r"^digests\[1\]=.*allowed is bytes, 16 to 64 of them$"):
+        keys_from_digests(NAMESPACE, [PAGES[0], digest])
 
 
 def test_processes_with_random_hash_seeds_agree_byte_for_byte() -> None:

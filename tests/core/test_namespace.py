@@ -36,7 +36,13 @@ NAMESPACE_CHANGES: dict[str, list[Any]] = {
     "adapter": [b"", b"another digest"],
     "tenant": [b"", b"Salt"],
 }
-CANONICAL_CHANGES: dict[str, list[Any]] = {"layers": [5], "kv_heads": [4], "head_dim": [16], "head_dim_v": [16, 0]}
+CANONICAL_CHANGES: dict[str, list[Any]] = {
+    "layers": [5],
+    "kv_heads": [4],
+    "head_dim": [16],
+    "head_dim_v": [16, 0],
+    "key_order": ["dim"],
+}
 OPAQUE_CHANGES: dict[str, list[Any]] = {"tag": ["engine/v2"], "layers": [5], "layer_bytes_per_block": [2048]}
 
 NAMESPACE = Namespace(**BASE)
@@ -86,7 +92,14 @@ def test_a_change_of_any_one_field_of_an_opaque_layout_changes_every_key(name: s
 short_text = st.text("ab1", min_size=1, max_size=3)  # few letters, so that concatenations without lengths would collide
 counts = st.integers(1, 12)
 layouts: st.SearchStrategy[Layout] = st.one_of(
-    st.builds(CanonicalLayout, layers=counts, kv_heads=counts, head_dim=counts, head_dim_v=st.none() | counts),
+    st.builds(
+        CanonicalLayout,
+        layers=counts,
+        kv_heads=counts,
+        head_dim=counts,
+        head_dim_v=st.none() | counts,
+        key_order=st.sampled_from(["token", "dim"]),
+    ),
     st.builds(OpaqueLayout, tag=short_text, layers=counts, layer_bytes_per_block=counts),
 )
 namespaces = st.builds(
@@ -200,6 +213,8 @@ def test_a_wrong_field_is_named_in_one_line_with_what_is_allowed(name: str, valu
         ({"layout": None}, "layout description None: allowed is a mapping"),
         ({"layout": {"kind": "fused"}}, "layout kind='fused': allowed is one of canonical, opaque"),
         ({"layout": {"kind": ["canonical"]}}, "allowed is one of canonical, opaque"),
+        ({"layout": CANONICAL.describe() | {"key_order": "head"}}, "key_order='head': allowed is 'token' or 'dim'"),
+        ({"layout": OPAQUE.describe() | {"key_order": "dim"}}, "opaque layout description: 'key_order' is unknown"),
         ({"layout": {"kind": "opaque", "tag": "t"}}, "opaque layout description: 'layer_bytes_per_block' is missing"),
         ({"adapter": "no hex"}, "adapter='no hex': allowed is text of hexadecimal bytes"),
         ({"adapter": None}, "adapter=None: allowed is text of hexadecimal bytes"),

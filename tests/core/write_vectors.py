@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvstore.core.keys import KeyScheme, chain_keys
+from kvstore.core.keys import BlockKeys, KeyScheme, chain_keys, keys_from_digests
 from kvstore.core.layout import CanonicalLayout, OpaqueLayout
 from kvstore.core.namespace import Namespace
 
@@ -68,9 +68,30 @@ CASES: list[Case] = [
     ("steps of more than 1,024 bytes", WIDE, SEEDED, [i * i for i in range(512)], {0: bytes(range(256)) * 5}),
 ]
 
+HASHES = [hashlib.sha256(page).digest() for page in (b"page 0", b"page 1")]
+DigestCase = tuple[str, Namespace, KeyScheme, list[bytes]]
+DIGEST_CASES: list[DigestCase] = [
+    ("SHA-256 of two pages", SMALL, XXH3, HASHES),
+    ("SHA-256 of two pages, seeded", EVERYTHING, SEEDED, HASHES),
+    ("SHA-256 of two pages, blake3", EVERYTHING, BLAKE3_SEEDED, HASHES),
+    ("the shortest and the longest digest", SMALL, XXH3, [b"\x00" * 16, bytes(range(64))]),
+    ("no digest has no key", SMALL, XXH3, []),
+]
+
 
 def vector(name: str, namespace: Namespace, scheme: KeyScheme, tokens: Sequence[int], extra: dict[int, bytes]) -> Any:
-    """One entry of the file; docs/keys.md, section 7."""
+    """One entry of the file; docs/keys.md, section 8."""
+    told = {"tokens": list(tokens), "extra": [[index, digest.hex()] for index, digest in sorted(extra.items())]}
+    return _entry(name, namespace, scheme, told, chain_keys(namespace, tokens, extra=extra, scheme=scheme))
+
+
+def digest_vector(name: str, namespace: Namespace, scheme: KeyScheme, digests: list[bytes]) -> Any:
+    """One entry of the file's second list; docs/keys.md, section 8."""
+    told = {"digests": [digest.hex() for digest in digests]}
+    return _entry(name, namespace, scheme, told, keys_from_digests(namespace, digests, scheme=scheme))
+
+
+def _entry(name: str, namespace: Namespace, scheme: KeyScheme, told: dict[str, Any], keys: BlockKeys) -> Any:
     described = namespace.describe()
     del described["digest"]
     first_fingerprint = hashlib.sha256(b"kvstore-fingerprint-v1" + namespace.encoding).digest()[:8]
@@ -80,24 +101,30 @@ def vector(name: str, namespace: Namespace, scheme: KeyScheme, tokens: Sequence[
         "namespace": described,
         "algorithm": scheme.algorithm,
         "seed": f"{scheme.seed:016x}",
-        "tokens": list(tokens),
-        "extra": [[index, digest.hex()] for index, digest in sorted(extra.items())],
+        **told,
         "encoding": namespace.encoding.hex(),
         "digest": namespace.digest.hex(),
         "first_fingerprint": first_fingerprint.hex(),
         **({"hash_key": hash_key} if scheme.algorithm == "blake3" else {}),
-        "keys": chain_keys(namespace, tokens, extra=extra, scheme=scheme).hex(),
+        "keys": keys.hex(),
     }
 
 
 def main() -> None:
     """Add the cases that the file lacks."""
-    vectors = [vector(*case) for case in CASES]
-    old: list[Any] = json.loads(VECTORS.read_text())["vectors"] if VECTORS.exists() else []
-    if vectors[: len(old)] != old:
-        raise SystemExit("a vector in the file would change: that is a new version of the scheme, not a new vector")
-    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in vectors)  # one a line: a new case is one line of diff
-    VECTORS.write_text(f'{{"version": 1, "vectors": [\n{lines}\n]}}\n')
+    new = {
+        "vectors": [vector(*case) for case in CASES],
+        "digest_vectors": [digest_vector(*case) for case in DIGEST_CASES],
+    }
+    old: dict[str, Any] = json.loads(VECTORS.read_text()) if VECTORS.exists() else {}
+    lists: list[str] = []
+    for name, vectors in new.items():
+        known: list[Any] = old.get(name, [])
+        if vectors[: len(known)] != known:
+            raise SystemExit("a vector in the file would change: that is a new version of the scheme, not a new vector")
+        lines = ",\n".join(f"  {json.dumps(entry)}" for entry in vectors)  # one a line: a new case is one line of diff
+        lists.append(f'"{name}": [\n{lines}\n]')
+    VECTORS.write_text(f'{{"version": 1, {", ".join(lists)}}}\n')
 
 
 if __name__ == "__main__":

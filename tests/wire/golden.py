@@ -22,6 +22,7 @@ from kvstore.wire.messages import (
     LayersAnswer,
     LayersRequest,
     LeaseRequest,
+    PartRequest,
     RefRequest,
     encode_json,
 )
@@ -79,6 +80,7 @@ def frames() -> dict[str, bytes]:
         Op.OPEN: encode_json(opened),
         Op.LOOKUP: keys.encode(),
         Op.RESERVE: reserve.encode(),
+        Op.RESERVE_PART: PartRequest(256, 128, reserve).encode(),
         Op.PUBLISH: RefRequest(REFS, layers_ready=1).encode(),
         Op.COMMIT: RefRequest(REFS).encode(),
         Op.ABORT: RefRequest(REFS).encode(),

@@ -40,6 +40,7 @@ from kvstore.wire.messages import (
     Chains,
     KeyRequest,
     LeaseRequest,
+    PartRequest,
     RefRequest,
     decode_json,
     decode_rows,
@@ -310,6 +311,9 @@ class ShardServer:
             int(Op.LOOKUP): lambda _, body, __, ___: shard.lookup(KeyRequest.decode(body)).tobytes(),
             int(Op.RESERVE): lambda session, body, now_s, _: shard.reserve(
                 session, KeyRequest.decode(body), now_s
+            ).tobytes(),
+            int(Op.RESERVE_PART): lambda session, body, now_s, _: shard.reserve_part(
+                session, PartRequest.decode(body), now_s
             ).tobytes(),
             int(Op.PUBLISH): publish,
             int(Op.COMMIT): lambda session, body, _, __: shard.commit(session, RefRequest.decode(body).refs).tobytes(),

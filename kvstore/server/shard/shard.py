@@ -10,6 +10,9 @@ A slot is given away only when nobody can touch it any more:
 - readers with a lease are counted in `holds`: a deleted block stays where it is until the last one lets go (CONDEMNED);
 - a writer whose reservation ran out may be frozen in the middle of a copy and wake up later, so its slot is kept aside
   until that session ends or reports (QUARANTINED). The *key* can be written again at once, into another slot.
+
+A joint block is written by several sessions, each with a part of every layer (`parts`). It is complete when all parts
+are. One that fails fails the block, and the slot is kept aside until none of the writers can be writing.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from kvstore.server.eviction.base import EvictionPolicy
 from kvstore.server.eviction.tenants import NOBODY, Quota, Tenants
 from kvstore.server.shard.blocks import BlockTable, Life, NamespaceInfo
 from kvstore.server.shard.device_tier import DeviceTier
+from kvstore.server.shard.parts import PARTS_MAX, PartTable
 from kvstore.server.shard.tiering import Admission, Disk, Tiering
-from kvstore.wire.messages import ANY_NAMESPACE, BY_LAYERS, LOOKUP_ROW, RESERVE_ROW, KeyRequest
+from kvstore.wire.messages import ANY_NAMESPACE, BY_LAYERS, LOOKUP_ROW, RESERVE_ROW, KeyRequest, PartRequest
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -46,6 +50,7 @@ NAMESPACES_MAX = 4096
 TTL_S_MAX = 600.0
 FREE_UP_BLOCKS = 1024  # looked at in one step
 DISK_OWNER = 0xFFFFFFFF  # of slots that the disk worker is filling for a block that was deleted
+JOINT_OWNER = 0xFFFFFFFE  # of joint blocks: `PartTable` knows who writes them
 _WITH_SLOT = (Life.RESERVED, Life.COMMITTED, Life.QUARANTINED, Life.CONDEMNED, Life.LOADING)
 _RESERVED, _COMMITTED, _CONDEMNED = int(Life.RESERVED), int(Life.COMMITTED), int(Life.CONDEMNED)
 _LOADING = int(Life.LOADING)
@@ -125,6 +130,7 @@ class Shard:
     ) -> None:
         self.allocator = SlotAllocator(pool_bytes, chunk_bytes)
         self.blocks = BlockTable((pool_bytes + disk_bytes) // POOL_UNIT_BYTES)
+        self.parts = PartTable()
         self.tiering: Tiering | None = None
         self.device_tier: DeviceTier | None = None
         self.counters = Counters()
@@ -171,6 +177,7 @@ class Shard:
         self._retire(reserved)
         quarantined = mine[blocks.life[mine] == Life.QUARANTINED]
         self._let_go(quarantined)
+        self._leave_parts(self.parts.written_by(session.number))
 
     def open_namespace(self, info: NamespaceInfo) -> int:
         """The number of a namespace on this shard, given on first sight.
@@ -330,6 +337,42 @@ class Shard:
         Raises:
             NamespaceMismatch: unknown namespace, or blocks of another size than it has.
         """
+        rows, _, _ = self._reserve(session.number, request, now_s)
+        return rows
+
+    def reserve_part(self, session: Session, request: PartRequest, now_s: float) -> Rows:
+        """The same for some bytes of each layer: of a key that nobody has, or that is being written by parts of which
+        none has any of these bytes. Then handle and generation name the part, in all calls of its writer.
+
+        Raises:
+            NamespaceMismatch: as `reserve`.
+            UsageError: no such bytes, or so few that a block would have too many parts.
+        """
+        start, end, of = request.start, request.start + request.size, request.of
+        info = self.namespace(of.namespace)
+        if end > info.layer_bytes or request.size * PARTS_MAX < info.layer_bytes:
+            raise UsageError(
+                f"a part of bytes {start} to {end} of layers of {info.layer_bytes}: allowed is a range inside, of a "
+                f"{PARTS_MAX}th of them or more"
+            )
+        rows, fresh, found = self._reserve(JOINT_OWNER, of, now_s)
+        deadline_s = now_s + _ttl_s(of.ttl_ms)
+        begun = rows["handle"][fresh].astype(np.int64)
+        self.parts.begin(begun, info.layer_bytes, deadline_s)
+        reserved = np.flatnonzero(found.states == BlockState.RESERVED)
+        reserved = reserved[_first_of_each(of.keys[reserved])]
+        reserved = reserved[self.blocks.owner[found.handles[reserved]] == JOINT_OWNER]
+        joined = reserved[self.parts.are_unclaimed(found.handles[reserved], start, end)]
+        self.counters.duplicate_puts -= len(joined)
+        mine, handles = np.concatenate([fresh, joined]), np.concatenate([begun, found.handles[joined]])
+        generations = self.next_generations(len(mine))
+        rows["handle"][mine] = self.parts.claim(handles, session.number, start, end, generations, deadline_s)
+        rows["generation"][mine], rows["offset"][mine] = generations, self.blocks.offset[handles]
+        rows["status"][mine] = PutStatus.STORED
+        return rows
+
+    def _reserve(self, owner: int, request: KeyRequest, now_s: float) -> tuple[Rows, I64, Probe]:
+        """Rows of the answer, which of them were reserved just now, and what was there."""
         info = self.namespace(request.namespace)
         if request.size_bytes != info.block_bytes:
             raise NamespaceMismatch(
@@ -341,10 +384,10 @@ class Shard:
         states = found.states
         strangers = np.flatnonzero((states != BlockState.ABSENT) & (found.namespaces != request.namespace))
         if len(strangers):
-            owner = self._namespaces[int(found.namespaces[strangers[0]])]
+            holder = self._namespaces[int(found.namespaces[strangers[0]])]
             raise NamespaceMismatch(
-                f"keys of another namespace: the first is key {strangers[0]} of this call, stored under {owner.digest.hex()} "
-                f"({owner.label})"
+                f"keys of another namespace: the first is key {strangers[0]} of this call, stored under "
+                f"{holder.digest.hex()} ({holder.label})"
             )
         rows["status"][states == BlockState.COMMITTED] = PutStatus.EXISTS
         rows["status"][states == BlockState.RESERVED] = PutStatus.PENDING
@@ -355,9 +398,9 @@ class Shard:
         rows["status"][absent] = PutStatus.PENDING  # of a key that is named twice, all but the first
         fresh = absent[_first_of_each(request.keys[absent])]
         rows["status"][fresh] = PutStatus.STORED
-        granted = self._reserve_fresh(session, request, info, fresh, rows, now_s)
+        granted = self._reserve_fresh(owner, request, info, fresh, rows, now_s)
         self._refuse(request.namespace, rows, fresh[granted:])
-        return rows
+        return rows, fresh[:granted], found
 
     def _refuse(self, namespace: int, rows: Rows, refused: I64) -> None:
         if not len(refused):
@@ -373,7 +416,7 @@ class Shard:
             self.counters.refused_puts += len(refused)
 
     def _reserve_fresh(
-        self, session: Session, request: KeyRequest, info: NamespaceInfo, fresh: I64, rows: Rows, now_s: float
+        self, owner: int, request: KeyRequest, info: NamespaceInfo, fresh: I64, rows: Rows, now_s: float
     ) -> int:
         """Reserve the first keys of `fresh` that there is room for; how many."""
         tenant = int(self._tenant_of[request.namespace])
@@ -403,16 +446,17 @@ class Shard:
         blocks.size[handles] = info.block_bytes
         blocks.holds[handles] = 0
         blocks.namespace[handles] = request.namespace
-        blocks.owner[handles] = session.number
+        blocks.owner[handles] = owner
         rows["handle"][chosen] = handles
         rows["generation"][chosen] = generations
         rows["offset"][chosen] = offsets
-        self._reservation_number += 1
-        deadline_s = now_s + _ttl_s(request.ttl_ms)
-        # Kept until the deadline, whatever becomes of the blocks: so these are small.
-        reserved = (deadline_s, self._reservation_number, handles.astype(np.int32), int(generations[0]))
-        heapq.heappush(self._reservation_expiries, reserved)
         self.counters.reserved_blocks += count
+        if owner != JOINT_OWNER:  # each part of a joint block has its own time
+            self._reservation_number += 1
+            deadline_s = now_s + _ttl_s(request.ttl_ms)
+            # Kept until the deadline, whatever becomes of the blocks: so these are small.
+            reserved = (deadline_s, self._reservation_number, handles.astype(np.int32), int(generations[0]))
+            heapq.heappush(self._reservation_expiries, reserved)
         return count
 
     def publish(self, session: Session, refs: Rows, layers_ready: int, ttl_ms: int = 0, now_s: float = 0.0) -> U8:
@@ -427,6 +471,7 @@ class Shard:
         self._index.set_status(handles[mine][sane], BlockState.RESERVED, layers_ready)
         answers = np.zeros(len(refs), dtype=np.uint8)
         answers[np.flatnonzero(mine)[sane]] = 1
+        answers[self._publish_parts(session, refs, layers_ready, now_s + _ttl_s(ttl_ms))] = 1
         if ttl_ms:
             named = zip(handles[mine].tolist(), self.blocks.generation[handles[mine]].tolist(), strict=True)
             self._prolonged.update(dict.fromkeys(named, now_s + _ttl_s(ttl_ms)))
@@ -435,7 +480,13 @@ class Shard:
     def commit(self, session: Session, refs: Rows) -> U8:
         """Make reserved blocks complete and immutable: 1 = done, 0 = the reservation had ended. Shape (n,)."""
         handles, mine = self._mine(session, refs, Life.RESERVED)
-        done = handles[mine]
+        self._complete(handles[mine])
+        self._end_quarantine(session, refs)
+        answers = mine.astype(np.uint8)
+        answers[self._commit_parts(session, refs)] = 1
+        return answers
+
+    def _complete(self, done: I64) -> None:
         layers = Probe(self._index.read(done), done).layers
         self._index.set_status(done, BlockState.COMMITTED, layers)
         self.blocks.life[done] = Life.COMMITTED
@@ -447,8 +498,6 @@ class Shard:
             self.device_tier.committed(done)
         self.counters.committed_blocks += len(done)
         self.counters.committed_bytes += int(self.blocks.size[done].sum())
-        self._end_quarantine(session, refs)
-        return mine.astype(np.uint8)
 
     def abort(self, session: Session, refs: Rows) -> U8:
         """Give reserved blocks back: 1 = done, 0 = the reservation had ended. Shape (n,)."""
@@ -458,7 +507,61 @@ class Shard:
         self.blocks.owner[handles[mine]] = 0
         self._retire(handles[mine])
         self._end_quarantine(session, refs)
-        return mine.astype(np.uint8)
+        answers = mine.astype(np.uint8)
+        places, parts = self.parts.named(refs, session.number)
+        answers[places] = self._are_reserved(parts)
+        self._leave_parts(parts)
+        return answers
+
+    def _publish_parts(self, session: Session, refs: Rows, layers_ready: int, deadline_s: float) -> I64:
+        """Move parts forward, and the watermarks of their blocks with the last of them; places of those refs."""
+        places, parts = self.parts.named(refs, session.number)
+        if not len(parts):
+            return places
+        sane = self._are_reserved(parts) & (self.parts.layers_ready(parts) <= layers_ready)
+        sane &= layers_ready <= self._layers_of[self.blocks.namespace[self.parts.blocks(parts)]]
+        self.parts.advance(parts[sane], layers_ready, deadline_s)
+        self._show_watermarks(np.unique(self.parts.blocks(parts[sane])))
+        return places[sane]
+
+    def _commit_parts(self, session: Session, refs: Rows) -> I64:
+        """Complete parts, and the blocks whose last ones they were; places of those refs."""
+        places, parts = self.parts.named(refs, session.number)
+        if not len(parts):
+            return places
+        in_time = self._are_reserved(parts)
+        self._leave_parts(parts[~in_time])
+        done = parts[in_time]
+        handles = self.parts.blocks(done)
+        self.parts.finish(done, self._layers_of[self.blocks.namespace[handles]])
+        handles = np.unique(handles)
+        complete = self.parts.are_complete(handles)
+        self._show_watermarks(handles[~complete])
+        self.parts.end(handles[complete])
+        self._complete(handles[complete])
+        return places[in_time]
+
+    def _leave_parts(self, parts: I64) -> None:
+        """Writers of parts have stopped before the end: their blocks are dropped."""
+        if not len(parts):
+            return
+        self.parts.leave(parts)
+        handles = np.unique(self.parts.blocks(parts))
+        reserved = self.blocks.life[handles] == Life.RESERVED
+        self.counters.aborted_blocks += int(np.count_nonzero(reserved))
+        self._retire(handles[reserved])
+        late = handles[~reserved]
+        late = late[~self.parts.are_written(late)]
+        self.parts.end(late)
+        self._let_go(late)
+
+    def _are_reserved(self, parts: I64) -> Mask:
+        """Whether the blocks of these parts are still in the index. Shape (n,)."""
+        return self.blocks.life[self.parts.blocks(parts)] == Life.RESERVED
+
+    def _show_watermarks(self, handles: I64) -> None:
+        if len(handles):
+            self._index.set_status(handles, BlockState.RESERVED, self.parts.watermarks(handles))
 
     def delete(self, request: KeyRequest) -> U8:
         """Remove blocks, pinned ones too: 1 = it was here. Shape (n,). No later lookup finds them.
@@ -541,6 +644,9 @@ class Shard:
                 still &= ~self._wait_longer(handles, generations, now_s)
             self.counters.expired_reservations += int(np.count_nonzero(still))
             self._retire(handles[still])
+        late = self.parts.due(now_s)
+        self.counters.expired_reservations += len(late)
+        self._retire(late)
 
     def _wait_longer(self, handles: I64, generations: NDArray[np.uint64], now_s: float) -> Mask:
         """Which of these reservations were prolonged beyond now: they come up again at their new time."""
@@ -811,6 +917,12 @@ class Shard:
         handles = handles[(life != Life.ON_DISK) & (life != Life.LOADING)]
         committed = handles[blocks.life[handles] == Life.COMMITTED]
         self.tenants.remove(committed)
+        joint = handles[(blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] == JOINT_OWNER)]
+        if len(joint):
+            written = self.parts.are_written(joint)
+            self.parts.drop(joint[written])
+            self.parts.end(joint[~written])
+            blocks.owner[joint[~written]] = 0
         writing = (blocks.life[handles] == Life.RESERVED) & (blocks.owner[handles] != 0)
         blocks.life[handles[writing]] = Life.QUARANTINED
         self._let_go(handles[~writing])
