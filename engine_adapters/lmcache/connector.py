@@ -260,7 +260,7 @@ class KvStoreConnector(RemoteConnector):
             store.whole.put(self._keys(store.whole, [keys[place] for place in whole]), payloads)
         for place, count in enumerate(tokens):
             if count is None:
-                _log.debug("not stored: a chunk of shapes %s", chunks[place].get_shapes())
+                _log.debug("not stored: a chunk of another shape, dtype or format than this engine's")
             elif self._save_shorter and count < self._chunks.tokens:
                 payload = np.frombuffer(chunks[place].byte_array, dtype=np.uint8)
                 store.shorter.put(self._keys(store.shorter, [keys[place]]), [self._chunks.pack(payload, count)])
@@ -275,7 +275,7 @@ class KvStoreConnector(RemoteConnector):
                 str(chunk.get_memory_format().name),
                 self._chunks.tokens,
             )
-        except (AssertionError, AttributeError, NotImplementedError):  # bytes without a shape
+        except (AssertionError, AttributeError, NotImplementedError):  # bytes without shape or dtype
             return None
         tokens = self._chunks.tokens_in(other)
         return tokens if tokens is not None and chunk.get_size() == tokens * self._chunks.token_bytes else None

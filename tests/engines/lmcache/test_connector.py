@@ -29,6 +29,7 @@ from tests.engines.lmcache.worker import CHUNK, MODEL, Model, Worker, config_of,
 pytestmark = pytest.mark.filterwarnings("ignore:.*LoggingHandler:DeprecationWarning")  # LMCache's own
 
 TIMEOUT_S = 1.0
+LEAKED = "is being garbage collected"  # LMCache's complaint about memory that nobody gave back
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 BASE = Model()
 
@@ -111,7 +112,9 @@ def test_a_gap_is_a_gap_and_what_is_behind_it_arrives(worker: Open) -> None:
     assert content(loaded[3]) == content(chunks[2])
 
 
-def test_without_waiting_only_the_chunks_before_the_gap_are_given_and_the_others_freed(worker: Open) -> None:
+def test_without_waiting_only_the_chunks_before_the_gap_are_given_and_the_others_freed(
+    worker: Open, caplog: pytest.LogCaptureFixture
+) -> None:
     saver, loader = worker(), worker()
     free = loader.free_bytes()
     keys = BASE.keys(4)
@@ -119,6 +122,7 @@ def test_without_waiting_only_the_chunks_before_the_gap_are_given_and_the_others
     saver.save([keys[0], keys[1], keys[3]], chunks)
     loaded = loader.run(loader.remote.batched_get_non_blocking("lookup", keys))
     assert [content(chunk) for chunk in loaded] == [content(chunk) for chunk in chunks[:2]]
+    assert LEAKED not in caplog.text
     for chunk in loaded:
         chunk.ref_count_down()
     assert loader.free_bytes() == free
@@ -383,6 +387,30 @@ def test_a_request_that_is_given_up_gives_its_memory_back(worker: Open, monkeypa
     assert saver.free_bytes() < free
     go_on.set()
     until(lambda: saver.free_bytes() == free, what="the memory of a request that was given up")
+
+
+def test_a_chunk_that_goes_between_lookup_and_read_is_a_miss_and_its_memory_is_given_back(
+    worker: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver, loader = worker(), worker()
+    free = loader.free_bytes()
+    keys = BASE.keys(3)
+    chunks = [saver.chunk(seed=n) for n in range(3)]
+    saver.save(keys, chunks)
+    get_into = kvstore.Client.get_into
+
+    def late(client: kvstore.Client, wanted: kvstore.BlockKeys, *args: Any) -> kvstore.Fetched:
+        assert client.delete(wanted[1:2]) == 1
+        return get_into(client, wanted, *args)
+
+    monkeypatch.setattr(kvstore.Client, "get_into", late)
+    loaded = loader.load(keys)
+    assert [chunk is None for chunk in loaded] == [False, True, False]
+    for chunk in (loaded[0], loaded[2]):
+        assert chunk is not None
+        chunk.ref_count_down()
+    assert loader.free_bytes() == free
+    assert LEAKED not in caplog.text
 
 
 def test_without_memory_a_hit_is_a_miss_and_nothing_waits(worker: Open) -> None:
