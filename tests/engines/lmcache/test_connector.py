@@ -122,10 +122,10 @@ def test_without_waiting_only_the_chunks_before_the_gap_are_given_and_the_others
     saver.save([keys[0], keys[1], keys[3]], chunks)
     loaded = loader.run(loader.remote.batched_get_non_blocking("lookup", keys))
     assert [content(chunk) for chunk in loaded] == [content(chunk) for chunk in chunks[:2]]
-    assert LEAKED not in caplog.text
     for chunk in loaded:
         chunk.ref_count_down()
     assert loader.free_bytes() == free
+    assert LEAKED not in caplog.text
 
 
 def test_what_is_there_is_not_written_again(worker: Open) -> None:
