@@ -137,9 +137,6 @@ class Geometry:
     heads: tuple[int, int] | None = None
     """This rank's half-open range of the KV heads; None where blocks can't be cut by heads."""
 
-    part: tuple[int, int] = (0, 1)
-    """Which of how many writers of a block this rank is."""
-
     writes: bool = True
     """False where another rank, which holds the same, writes."""
 
@@ -215,7 +212,6 @@ def _canonical(spec: AttentionSpec, memory: BlockMemory, ranks: Ranks, order: Or
         CanonicalLayout(layers, ranks.kv_heads, spec.head_size, spec.head_size_v, key_order=kept or "token"),
         spec.block_size,
         heads=ranks.heads(mine),
-        part=(ranks.tp_rank // ranks.replicas(mine), ranks.tp_size // ranks.replicas(mine)),
         writes=ranks.writes(mine),
         order=None if kept else order,
     )

@@ -182,10 +182,9 @@ class Scheduling:
                 loads.append((req_id, *tracked.load))
                 tracked.load = None
             tracked.computed = computed + output.num_scheduled_tokens[req_id]
-            if self._writes:
-                saves += self._complete(tracked)
-        for req_id in output.finished_req_ids:
-            self._requests.pop(req_id, None)
+            if self._writes and (saved := self._complete(tracked)) is not None:
+                saves.append(saved)
+        self._save_once(saves)
         load = self._batch([(req_id, np.arange(first, end)) for req_id, first, end in loads])
         save = self._batch([(saved.request.request_id, saved.blocks) for saved in saves])
         if loads or len(save):
@@ -214,20 +213,28 @@ class Scheduling:
                 tracked.block_ids += new_ids[0]
             yield tracked, cached.num_computed_tokens[row]
 
-    def _complete(self, tracked: Tracked) -> list[Saved]:
+    def _complete(self, tracked: Tracked) -> Saved | None:
         """The blocks that this step completes, of those that were not saved before."""
         request = tracked.request
         known_tokens = request.num_tokens if self._options.save_generated else request.num_prompt_tokens
         end = min(tracked.computed, known_tokens) // self._block_tokens
         first = tracked.next_save
         if end <= first or not tracked.match.done.is_set():
-            return []
+            return None
         self._extend_keys(tracked, end)
         tracked.next_save = end
         known = np.zeros(end - first, dtype=np.bool_)
         committed = tracked.match.committed[first:end]
         known[: len(committed)] = committed
-        return [] if known.all() else [Saved(request, first, known)]
+        return None if known.all() else Saved(request, first, known)
+
+    def _save_once(self, saves: list[Saved]) -> None:
+        """Requests of one step may share blocks: the first of them saves those."""
+        seen = np.zeros(0, dtype=np.uint64)
+        for saved in saves if len(saves) > 1 else ():
+            words = self._requests[saved.request.request_id].match.keys[0].array["lo"][saved.first :][: len(saved.known)]
+            saved.known[:] |= np.isin(words, seen)
+            seen = np.union1d(seen, words)
 
     def _extend_keys(self, tracked: Tracked, blocks: int) -> None:
         """Continue the chains of keys over tokens that came after the lookup."""

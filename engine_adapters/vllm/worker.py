@@ -222,7 +222,7 @@ class Moving:
         keys = BlockKeys.frombuffer(batch.keys[self.pipeline_part])
         geometry = self.geometry
         try:
-            stream = self.client.publish_stream(keys, ttl_s=LEASE_S)
+            stream = self.client.publish_stream(keys, heads=geometry.heads, ttl_s=LEASE_S)
         except KvStoreError as fault:
             _log.warning("no stream to save %d blocks: %s", len(batch), fault)
             return None
@@ -257,7 +257,7 @@ class Moving:
     def _end_save(self, batch: Batch) -> NDArray[np.bool_]:
         """Which blocks of the batch are in the store."""
         save, self._save = self._save, None
-        saved = np.zeros(len(batch), dtype=np.bool_)
+        saved = np.full(len(batch), not self.geometry.writes)  # who has nothing to write is in nobody's way
         if save is None:
             return saved
         if save.next_layer < len(self._layers):
