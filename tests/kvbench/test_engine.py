@@ -140,6 +140,13 @@ def test_ratios_are_those_that_the_store_has_to_reach() -> None:
     assert (saving.ratio, saving.at_most, saving.reached) == (pytest.approx(9.6 / 8.9), 1.05, False)
 
 
+def test_a_hit_of_fewer_tokens_reaches_no_ratio_however_fast_it_was() -> None:
+    rows = engine_rows(tuple(Mode), "float32", 4100, 46080, {**TAKEN, Mode.KVSTORE: taken(0.01, hit_tokens=3968)})
+    hits = [ratio for ratio in engine_ratios("float32", rows) if ratio.what in {"hit", "pair"}]
+    assert len(hits) == 4
+    assert not any(ratio.reached for ratio in hits)
+
+
 def test_ratios_are_of_one_dtype() -> None:
     slow = engine_rows(tuple(Mode), "bfloat16", 4100, 23040, {**TAKEN, Mode.KVSTORE: taken(1.0)})
     both = {
