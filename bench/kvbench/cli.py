@@ -196,7 +196,7 @@ Each engine is a process of its own, on the same cores; before it is measured it
 that connections stand. A prompt's first answer counts; then it is asked again, which the engine's own cache answers,
 so that each time has its neighbour. Rounds load again in new engines, every second round in the other order. What
 another project's mode can't do is a row with a reason. It takes half a minute for each start of an engine, 20
-minutes for all, on a machine that has nothing else to do.
+minutes for all, on a machine that has nothing else to do. While it runs, Mooncake listens on all interfaces.
 """
 
 _ENGINE_EXAMPLES = """\

@@ -87,7 +87,10 @@ def _start(server: ServerProcess) -> None:
 
 @contextmanager
 def _mooncake_store(bench: Bench) -> Iterator[Store]:
-    """Its standalone store over tcp, the mode that runs without a GPU."""
+    """Its standalone store over tcp, the mode that runs without a GPU.
+
+    Its metadata server and its transfers listen on all interfaces while it runs, whatever it is told here.
+    """
     _require(bench, "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
     master, metrics, metadata, client, http = free_ports(5)
     binaries = bench.python.parent
