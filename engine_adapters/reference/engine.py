@@ -52,6 +52,7 @@ class Engine:
         dtype, device: to compute with; the model's unless given.
         stages: where the layers are divided; one run of all layers unless given.
         plan: load only as much as is faster than computing it.
+        follow: also load blocks that another worker is computing just now, as it goes on.
         timeout_s, transport, checksums: of the client; see `kvstore.connect`.
 
     Raises:
@@ -72,6 +73,7 @@ class Engine:
         device: torch.device | str | None = None,
         stages: Sequence[range] | None = None,
         plan: bool = True,
+        follow: bool = False,
         timeout_s: float = 2.0,
         transport: str = "auto",
         checksums: bool = False,
@@ -113,10 +115,12 @@ class Engine:
                 checksums=checksums,
                 device=f"cuda:{self._device.index or 0}" if self._device.type == "cuda" else None,
             )
-            self._store = StoreAdapter(self._client, self.memory, plan=plan)
+            self._store = StoreAdapter(self._client, self.memory, plan=plan, follow=follow)
         scheme = self._client.scheme if self._client else DEFAULT_SCHEME
         self.scheduler: Final = Scheduler(
-            limits, block_tokens, lambda tokens: kvstore.chain_keys(self.namespace, tokens, scheme=scheme)
+            limits,
+            block_tokens,
+            lambda tokens, after: kvstore.chain_keys(self.namespace, tokens, scheme=scheme, after=after),
         )
         self._number = 0
 
@@ -176,8 +180,7 @@ class Engine:
         numbers: list[int] = []
         answers: dict[int, Answer] = {}
         try:
-            for prompt in prompts:
-                numbers.append(self.add(prompt, new_tokens, stop=stop))
+            numbers.extend(self.add(prompt, new_tokens, stop=stop) for prompt in prompts)
             while len(answers) < len(numbers):
                 answers.update((answer.number, answer) for answer in self.step())
         finally:

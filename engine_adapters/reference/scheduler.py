@@ -22,6 +22,8 @@ from kvstore.core.keys import KEY_DTYPE
 
 __all__ = ["Chunk", "Limits", "Request", "Scheduler"]
 
+KeysOf = Callable[[Sequence[int], BlockKeys | None], BlockKeys]
+
 _KEY_BYTES = KEY_DTYPE.itemsize
 
 
@@ -93,10 +95,10 @@ class Scheduler:
     Args:
         limits: of the engine.
         block_tokens: tokens of a block.
-        keys_of: keys of the full blocks of a token sequence.
+        keys_of: keys of the full blocks of a token sequence, which may continue one that has keys already.
     """
 
-    def __init__(self, limits: Limits, block_tokens: int, keys_of: Callable[[Sequence[int]], BlockKeys]) -> None:
+    def __init__(self, limits: Limits, block_tokens: int, keys_of: KeysOf) -> None:
         self.pool = BlockPool(limits.blocks)
         self._limits, self._block_tokens, self._keys_of = limits, block_tokens, keys_of
         self.waiting: deque[Request] = deque()
@@ -180,8 +182,13 @@ class Scheduler:
 
     def keys(self, request: Request) -> BlockKeys:
         """Keys of the full blocks of what the request has so far."""
-        if request.keys is None or len(request.keys) < len(request.tokens) // self._block_tokens:
-            request.keys = self._keys_of(request.tokens)
+        known = request.keys
+        if known is None:
+            request.keys = self._keys_of(request.tokens, None)
+        elif len(known) < len(request.tokens) // self._block_tokens:
+            fresh = request.tokens[len(known) * self._block_tokens :]
+            request.keys = BlockKeys.concat(known, self._keys_of(fresh, known))
+        assert request.keys is not None
         return request.keys
 
     def _admit(self, request: Request, budget: int, stored: Callable[[Request, int], int]) -> Chunk | None:
@@ -202,7 +209,7 @@ class Scheduler:
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Have blocks for so many tokens; False (and nothing done) when there are too few."""
-        fresh = self.pool.allocate(-(-tokens // self._block_tokens) - len(request.blocks))
+        fresh = self.pool.allocate(max(0, -(-tokens // self._block_tokens) - len(request.blocks)))
         if fresh is None:
             return False
         request.blocks += fresh

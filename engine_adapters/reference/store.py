@@ -76,10 +76,11 @@ class StoreAdapter:
         client: of the model's namespace; for memory of a GPU, connected with that device.
         memory: all layers and heads.
         plan: load only as much as is faster than computing it, as far as that is known.
+        follow: also load blocks that another worker is computing just now, as it goes on.
     """
 
-    def __init__(self, client: Client, memory: KvMemory, *, plan: bool = True) -> None:
-        self._client, self._memory, self._plan = client, memory, plan
+    def __init__(self, client: Client, memory: KvMemory, *, plan: bool, follow: bool) -> None:
+        self._client, self._plan, self._follow = client, plan, follow
         self._buffers: Final = memory.buffers()
 
     def hit(self, keys: BlockKeys, tokens: int) -> int:
@@ -89,7 +90,8 @@ class StoreAdapter:
         except KvStoreError as fault:
             _log.warning("lookup failed, %d blocks count as a miss: %s", len(keys), fault)
             return 0
-        return found.plan.fetch_blocks if found.plan else found.hit_blocks
+        hit = found.plan.fetch_blocks if found.plan else found.hit_blocks
+        return found.started_blocks if self._follow and hit == found.hit_blocks else hit
 
     def transfers(self, loads: Sequence[Load], saves: Sequence[Save]) -> StepTransfers:
         """Begin a step's transfers."""

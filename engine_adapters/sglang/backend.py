@@ -29,10 +29,10 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from engine_adapters.sglang.naming import HeadGroups, engine_settings, head_groups_of
+from engine_adapters.sglang.naming import HeadGroups, engine_settings, head_groups_of, weight_version
 from engine_adapters.sglang.options import Options
 from engine_adapters.sglang.pool_store import PoolStore
-from kvstore import KvStoreError
+from kvstore import KvStoreError, Unavailable
 
 __all__ = ["KvStoreHiCache"]
 
@@ -76,6 +76,10 @@ def _no_transfers(_: object, transfers: Sequence[PoolTransfer], *__: object, **_
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
+def _nothing_restorable(*_: object, **__: object) -> PoolTransferResult:
+    return PoolTransferResult.empty()
+
+
 class KvStoreHiCache(HiCacheStorage):
     """HiCache's third level in a kvstore. Options: `engine_adapters.sglang.options`, or docs/sglang.md.
 
@@ -88,7 +92,11 @@ class KvStoreHiCache(HiCacheStorage):
         self._options = Options.parse(storage_config.extra_config)
         self._groups = head_groups_of(storage_config)
         self._settings = engine_settings()
+        self._weights = weight_version()
+        self._generation: object = None  # of the host pool's slots, when a call last came with these weights
+        self._registered: dict[str, tuple[Any, HeadGroups]] = {}
         self._pools: dict[str, PoolStore] = {}
+        self._opening = threading.Lock()
         self._samples: dict[str, deque[tuple[int, float]]] = {
             way: deque(maxlen=SAMPLES_MAX) for way in ("prefetch", "backup")
         }
@@ -111,27 +119,54 @@ class KvStoreHiCache(HiCacheStorage):
             self._add(host_pool_name, host_pool, self._groups if host_pool_name == PoolName.KV else HeadGroups())
 
     def _add(self, name: str, pool: Any, groups: HeadGroups) -> None:
-        store = PoolStore(self._options, self._config, pool, name=str(name), groups=groups, settings=self._settings)
-        former = self._pools.get(name)
+        with self._opening:
+            self._registered[name] = (pool, groups)
+            former = self._pools.pop(name, None)
+            if former is not None:
+                former.link.close()
+            self._open(name)
+
+    def _open(self, name: str) -> None:
+        pool, groups = self._registered[name]
+        settings = self._settings | {"weight_version": self._weights}
+        store = PoolStore(self._options, self._config, pool, name=str(name), groups=groups, settings=settings)
         self._pools[name] = store
-        if former is not None:
-            former.link.close()
         space = store.link.namespace
         log.info("pool %s: %d bytes a page, namespace %s", name, store.page_bytes, space.digest.hex())
+
+    def _current(self) -> dict[str, PoolStore]:
+        """The pools, in the namespaces of the weights that the engine has now.
+
+        Raises:
+            Unavailable: the weights were updated, but pages of the old ones may still be on their way to us: the engine
+            has not emptied its host pool yet.
+        """
+        weights, generation = weight_version(), getattr(self.mem_pool_host, "mem_state", None)
+        with self._opening:
+            if weights != self._weights:
+                if generation is self._generation:
+                    raise Unavailable(f"the weights are {weights!r} now, the pages still those of {self._weights!r}")
+                self._weights = weights
+                self.close()
+                self._pools = {}  # first of all: whatever happens now, none of the old ones is used again
+                for name in self._registered:
+                    self._open(name)
+            self._generation = generation
+            return self._pools
 
     # --- v1: pages of the KV pool ------------------------------------------------------------------------------------
 
     @_or_miss(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Pages before the first one that is missing."""
-        return _leading(self._pools[PoolName.KV].exists(keys))
+        return _leading(self._current()[PoolName.KV].exists(keys))
 
     @_or_miss(_none_of_them)
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Read pages into the host pool; which have arrived."""
-        return self._timed("prefetch", self._pools[PoolName.KV], PoolStore.get, keys, host_indices)
+        return self._timed("prefetch", self._current()[PoolName.KV], PoolStore.get, keys, host_indices)
 
     @_or_miss(_none_of_them)
     def batch_set_v1(
@@ -140,7 +175,7 @@ class KvStoreHiCache(HiCacheStorage):
         """Write pages from the host pool; which are kept. Where all ranks hold the same, one of them writes."""
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        return self._timed("backup", self._pools[PoolName.KV], PoolStore.set, keys, host_indices)
+        return self._timed("backup", self._current()[PoolName.KV], PoolStore.set, keys, host_indices)
 
     # --- generic: flat pages -----------------------------------------------------------------------------------------
 
@@ -157,7 +192,7 @@ class KvStoreHiCache(HiCacheStorage):
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """Read pages into flat tensors; None for each miss."""
-        found = self._pools[PoolName.KV].get_flat(keys, target_locations)
+        found = self._current()[PoolName.KV].get_flat(keys, target_locations)
         return [target if ok else None for target, ok in zip(target_locations, found.tolist(), strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -171,11 +206,11 @@ class KvStoreHiCache(HiCacheStorage):
         """Write flat pages; whether all are kept."""
         if not self._config.is_storage_writer:
             return True
-        return bool(self._pools[PoolName.KV].set_flat(keys, values).all())
+        return bool(self._current()[PoolName.KV].set_flat(keys, values).all())
 
     # --- v2: several pools -------------------------------------------------------------------------------------------
 
-    @_or_miss(lambda *_, **__: PoolTransferResult.empty())
+    @_or_miss(_nothing_restorable)
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -183,14 +218,15 @@ class KvStoreHiCache(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         """The prefix that can be restored from all pools, and every length at which it could be cut."""
-        own = self._pools.get(PoolName.KV)
+        pools = self._current()
+        own = pools.get(PoolName.KV)
         kv_pages = len(keys) if own is None else _leading(own.exists(keys))
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         usable = np.ones(kv_pages, np.bool_)  # [i]: a prefix of i + 1 pages
         for transfer in pool_transfers or ():
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # a second form of the same pages, which by its contract never limits the hit
-            ends = _restorable(self._pools[transfer.name].exists(keys[:kv_pages]), transfer)
+            ends = _restorable(pools[transfer.name].exists(keys[:kv_pages]), transfer)
             if ends.any():
                 hits[transfer.name] = int(np.flatnonzero(ends)[-1]) + 1
             usable &= ends
@@ -217,16 +253,16 @@ class KvStoreHiCache(HiCacheStorage):
         keys = transfer.keys or []
         if transfer.host_indices is None:
             return [False] * len(keys)
-        return self._timed(way, self._pools[transfer.name], call, keys, transfer.host_indices)
+        return self._timed(way, self._current()[transfer.name], call, keys, transfer.host_indices)
 
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     @_or_miss(lambda *_, **__: False)
     def clear(self) -> bool:
         """Remove the blocks of this engine's namespaces, and so of all engines that share them; whether that worked."""
-        for pool in list(self._pools.values()):
-            pool.link.flush()
-        return True
+        clients = [pool.link.client for pool in self._current().values()]
+        removed = [client.flush() for client in clients if client is not None]
+        return len(removed) == len(clients)
 
     def close(self) -> None:
         """End all sessions. Idempotent; later calls are misses."""

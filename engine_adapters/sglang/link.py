@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 
 import kvstore
 from engine_adapters.sglang.options import Options
 from kvstore import Client, KvStoreError, Namespace, Unavailable
-from kvstore.cluster.membership import StaticMembership
-from kvstore.wire.control import ControlClient
 
 __all__ = ["StoreLink"]
 
@@ -41,21 +38,6 @@ class StoreLink:
     def client(self) -> Client | None:
         """The client, if there is a store."""
         return self._client
-
-    def flush(self) -> int:
-        """Remove all blocks of this namespace from all nodes; how many.
-
-        Raises:
-            KvStoreError: a node can't be reached; others may have been flushed.
-        """
-        options = self._options
-        address = options.address if isinstance(options.address, str) else list(options.address)
-        token = os.environ.get("KVSTORE_AUTH_TOKEN", "")  # which `connect` reads by itself
-        removed = 0
-        for member in StaticMembership(address).nodes():
-            with ControlClient(member.name, auth_token=token, timeout_s=options.timeout_s) as control:
-                removed += control.flush(self.namespace.digest)
-        return removed
 
     def close(self) -> None:
         """End the session, or the waiting for one. Idempotent."""

@@ -19,7 +19,15 @@ from engine_adapters.sglang.pages import Pages
 from kvstore import BlockKeys, KeyScheme, Namespace, OpaqueLayout, UsageError, keys_from_digests
 from kvstore.core.namespace import ITEM_BYTES
 
-__all__ = ["HeadGroups", "digests_of", "engine_settings", "head_groups_of", "namespace_of", "page_keys"]
+__all__ = [
+    "HeadGroups",
+    "digests_of",
+    "engine_settings",
+    "head_groups_of",
+    "namespace_of",
+    "page_keys",
+    "weight_version",
+]
 
 FORMAT = "sglang-hicache-v1"  # of the tag and of the bytes: a change of either gets a new one
 _PAGE_HASH = re.compile(r"[0-9a-f]{64}")
@@ -68,6 +76,16 @@ def engine_settings() -> dict[str, Any]:
         return {}
     settings = {name: getattr(arguments, name, None) for name in _SETTINGS}
     return settings | {"lora": bool(getattr(arguments, "lora_paths", None))}
+
+
+def weight_version() -> str:
+    """What the engine calls its weights by now; an update while it runs may change that. Empty outside of an engine."""
+    from sglang.srt.runtime_context import get_serving  # noqa: PLC0415 - as above
+
+    try:
+        return str(get_serving().weight_version)
+    except ValueError:
+        return ""
 
 
 def namespace_of(

@@ -169,7 +169,7 @@ def pages_of(pool: Any, head_groups: int = 1) -> Pages:
     if parts is None:
         if head_groups > 1:
             raise UsageError(f"tp_lcm_size with {type(pool).__name__}, {pool.layout}: allowed is the layout page_head")
-        return FlatPages(pool, pool.page_size, pool.get_dummy_flat_data_page().nbytes)
+        return FlatPages(pool, pool.page_size, _flat_bytes(pool))
     keep = (getattr(pool, "kv_buffer", None), _hybrid_buffers(pool))
     if len({part.shape[1] for part in parts}) == 1:
         return DirectPages(parts, keep)
@@ -194,6 +194,15 @@ def page_starts(host_indices: torch.Tensor, count: int, page_size: int, size: in
     if not whole or (first % page_size).any() or (first < 0).any() or (first + page_size > size).any():
         return None
     return first // page_size
+
+
+def _flat_bytes(pool: Any) -> int:
+    try:
+        return pool.get_data_page(0, flat=True).nbytes
+    except (ValueError, NotImplementedError) as cause:  # how pools say that a layout of theirs has no such page
+        raise UsageError(
+            f"host pool {type(pool).__name__}, layout {pool.layout}: it gives no pages ({cause})"
+        ) from cause
 
 
 def _parts(pool: Any, head_groups: int) -> tuple[U8, ...] | None:

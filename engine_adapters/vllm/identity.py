@@ -38,28 +38,32 @@ def identify(vllm_config: Any, options: Options) -> Identity:
 
 
 def adapter_digest(name: str, path: str) -> bytes:
-    """What tells a LoRA adapter from others: its files' content; where it is no folder, its name and path."""
-    folder = Path(path)
-    content = weights_digest(folder) if folder.is_dir() else f"{name}\0{path}"
+    """What tells a LoRA adapter from others: its files' content; where there are none, its name and path."""
+    content = weights_digest(Path(path)) or f"{name}\0{path}"
     return hashlib.sha256(f"lora\0{content}".encode()).digest()
 
 
 def weights_digest(path: Path) -> str:
-    """Of a file of weights, or of all weights in a folder, by content; 32 hexadecimal digits. Reads every byte."""
+    """Of a file of weights, or of all weights in a folder, by content: 32 hexadecimal digits, or nothing where there
+    are no weights. Reads every byte.
+    """
+    files = _weights(path)
     digest = xxhash.xxh3_128()
     buffer = bytearray(8 * 2**20)
-    for file in _weights(path) if path.is_dir() else [path]:
+    for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb", buffering=0) as opened:
             while size := opened.readinto(buffer):
                 digest.update(memoryview(buffer)[:size])
-    return digest.hexdigest()
+    return digest.hexdigest() if files else ""
 
 
-def _weights(folder: Path) -> list[Path]:
-    """The first kind of weights that is there, in a fixed order."""
+def _weights(path: Path) -> list[Path]:
+    """The file, or of a folder the first kind of weights that is there, in a fixed order."""
+    if path.is_file():
+        return [path]
     for pattern in WEIGHTS:
-        if files := sorted(folder.glob(pattern)):
+        if files := sorted(path.glob(pattern)):
             return files
     return []
 
@@ -85,6 +89,11 @@ def _revision(model: Any, load: Any) -> str:
         return f"dummy-{model.seed}"
     began_s = time.monotonic()
     digest = weights_digest(path)
+    if not digest:
+        raise ConfigError(
+            f"kv_connector_extra_config: no weights ({', '.join(WEIGHTS)}) in {model.model!r}; "
+            f"set revision to something that changes with them"
+        )
     took_s = time.monotonic() - began_s
     if took_s > SLOW_S:
         _log.warning(

@@ -35,7 +35,7 @@ class PutStatus(IntEnum):
     """What one put did with one block. Values fit a uint8 and are part of the wire: never renumber."""
 
     STORED = 0
-    """This put wrote the block, and it is committed."""
+    """This put wrote the block, or the part of it that it had, and that is committed."""
 
     EXISTS = 1
     """The block was committed already; nothing was written."""

@@ -32,6 +32,7 @@ from kvstore.transport.chains import ChainLog
 from kvstore.transport.channel import RECEIVE_BYTES_MAX, Deadline, Stream
 from kvstore.transport.copying import copy_blocks
 from kvstore.transport.holding import PROMOTION_SHARE, LayerHold
+from kvstore.transport.joint import commit_summed
 from kvstore.transport.shm import LocalSession, SharedShard, connect_local
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.fabric import FabricInfo, LandedRequest, LocateAnswer
@@ -287,7 +288,11 @@ class _Connection:
                 if reserving is not None:
                     self._asked.end(reserving[0].keys)
                 if op in {Op.COMMIT, Op.ABORT}:
-                    self._settle(Op(op), RefRequest.decode(body))
+                    request = RefRequest.decode(body)
+                    if op == Op.COMMIT and not self._part_of.keys().isdisjoint(request.refs["generation"].tolist()):
+                        self._commit_parts(frame, request, deadline)
+                        return
+                    self._settle(Op(op), request)
                 if frame.flags & NO_REPLY:
                     self._session.channel.post(Op(op), body, Deadline(SHARD_TIMEOUT_S))
                     return
@@ -576,6 +581,19 @@ class _Connection:
                 layers, layer_bytes = len(sums), self._geometry(request.namespace)[1]
                 at, written = np.array([offset]), np.array([generation], dtype=np.uint64)
                 write_trailers(self._session.shared.pool, at, layers * layer_bytes, written, sums.reshape(1, layers))
+
+    def _commit_parts(self, frame: Frame, request: RefRequest, deadline: Deadline) -> None:
+        """A COMMIT on a connection that writes parts of blocks."""
+        layers, layer_bytes = self._geometry(request.namespace)
+        offsets = self._places(request.refs, request.namespace, self._part_of.get(int(request.refs["generation"][0])))
+        if None in offsets or frame.flags & NO_REPLY:
+            raise ProtocolError("a COMMIT of different parts, or of some that were not reserved here")
+        for generation in request.refs["generation"].tolist():
+            self._forget(generation)
+        at = np.array(offsets, dtype=np.int64)  # of those that were dropped the shard knows nothing any more
+        shard_deadline = Deadline(SHARD_TIMEOUT_S)
+        done = commit_summed(self._session, request.refs, at, layers, layer_bytes, shard_deadline)
+        self._reply(frame, done.tobytes(), deadline)
 
     def _hold(self, frame: Frame, request: KeyRequest, deadline: Deadline) -> None:
         """Hold blocks for LAYERS, in place of those before; without keys it is the end of a stream."""

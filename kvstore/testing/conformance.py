@@ -27,7 +27,7 @@ from kvstore.core.states import BlockState, PutStatus
 from kvstore.device.base import LEGACY_STREAM, Copies, Device, Memory, host_memory
 from kvstore.server.eviction.base import EvictionPolicy
 from kvstore.testing.waiting import until
-from kvstore.transport.base import Keys, LayerSource, ShardLink, Wanted
+from kvstore.transport.base import Keys, LayerSink, LayerSource, Part, ShardLink, Wanted
 from kvstore.transport.buffers import LayerMemory, Pieces, Region
 
 I64 = NDArray[np.int64]
@@ -226,6 +226,7 @@ LINK_NAMESPACE = Namespace(
 )
 TIMEOUT_S = 10.0
 ALL_LAYERS = (0, LINK_NAMESPACE.layers)
+PARTS = Part(0, 400), Part(400, 600)  # of a layer
 WHOLE = Wanted(0, LINK_NAMESPACE.layers, 0, LINK_NAMESPACE.layer_bytes)
 TTL_S = 30.0
 NewLink = Callable[[], ShardLink]
@@ -577,6 +578,77 @@ class LayerConformance:
         into = _region(3, LINK_NAMESPACE.block_bytes)
         assert link.fetch(both, into, ALL_LAYERS, TIMEOUT_S).all()
         assert np.array_equal(into.memory.reshape(3, -1), np.concatenate([blocks, mine]))
+
+    def test_a_reader_gets_each_layer_that_all_writers_of_a_block_have_written_and_no_other(
+        self, new_link: NewLink
+    ) -> None:
+        link, writers = self.opened(new_link), [self.opened(new_link) for _ in PARTS]
+        keys, blocks = _fresh_keys(3), _content(3)
+        into, memory = self._memory(3)
+        first, second = (w.publish(keys, TTL_S, TIMEOUT_S, part) for w, part in zip(writers, PARTS, strict=True))
+        assert first.statuses.tolist() == second.statuses.tolist() == [PutStatus.STORED] * 3
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            for layer in range(LINK_NAMESPACE.layers):
+                self._write_part(second, PARTS[1], layer, blocks)
+                for _ in range(3):
+                    source.advance(TIMEOUT_S)
+                assert source.settled == layer
+                self._write_part(first, PARTS[0], layer, blocks)
+                self._until_settled(source, layer + 1)
+                assert np.array_equal(into[:, : layer + 1], self._layered(blocks)[:, : layer + 1])
+            assert second.commit(TIMEOUT_S).all()
+            assert (link.lookup(keys, TIMEOUT_S).states == BlockState.RESERVED).all()
+            assert first.commit(TIMEOUT_S).all()
+        found = link.lookup(keys, TIMEOUT_S)
+        assert (found.states == BlockState.COMMITTED).all()
+        assert (found.layers_ready == LINK_NAMESPACE.layers).all()
+        target = _region(3, LINK_NAMESPACE.block_bytes)
+        assert link.fetch(keys, target, ALL_LAYERS, TIMEOUT_S).all()
+        assert np.array_equal(target.memory.reshape(3, -1), blocks)
+        assert [w.meter.counters.written_bytes for w in writers] == [3 * 4 * part.size for part in PARTS]
+
+    def test_a_part_is_one_writers_and_a_block_is_one_writers_or_several_ones(self, new_link: NewLink) -> None:
+        link, other = self.opened(new_link), self.opened(new_link)
+        keys, blocks = self._stored(link, 1)
+        keys = np.concatenate([keys, _fresh_keys(2)])
+        whole = other.publish(keys[1:2], TTL_S, TIMEOUT_S)
+        mine = link.publish(keys, TTL_S, TIMEOUT_S, PARTS[0])
+        assert mine.statuses.tolist() == [PutStatus.EXISTS, PutStatus.PENDING, PutStatus.STORED]
+        for part in (PARTS[0], Part(399, 10), None):
+            again = other.publish(keys[2:], TTL_S, TIMEOUT_S, part)
+            assert again.statuses.tolist() == [PutStatus.PENDING]
+            assert again.commit(TIMEOUT_S).tolist() == [False]
+        assert other.store(keys[2:], _as_region(blocks), TIMEOUT_S).tolist() == [PutStatus.PENDING]
+        for sink in (whole, mine):
+            sink.abort(TIMEOUT_S)
+        assert not link.lookup(keys[1:], TIMEOUT_S).states.any()
+
+    def test_a_writer_that_gives_up_its_part_ends_the_block_for_all(self, new_link: NewLink) -> None:
+        link, writers = self.opened(new_link), [self.opened(new_link) for _ in PARTS]
+        keys, blocks = _fresh_keys(2), _content(2)
+        into, memory = self._memory(2)
+        first, second = (w.publish(keys, TTL_S, TIMEOUT_S, part) for w, part in zip(writers, PARTS, strict=True))
+        self._write_part(first, PARTS[0], 0, blocks)
+        self._write_part(second, PARTS[1], 0, blocks)
+        with closing(link.layers(keys, WHOLE, memory, TTL_S, TIMEOUT_S)) as source:
+            self._until_settled(source, 1)
+            first.abort(TIMEOUT_S)
+            other = _content(2)
+            assert link.store(keys, _as_region(other), TIMEOUT_S).tolist() == [PutStatus.STORED] * 2
+            for layer in range(1, LINK_NAMESPACE.layers):
+                self._write_part(second, PARTS[1], layer, blocks)
+            self._until_settled(source, LINK_NAMESPACE.layers)
+            assert source.arrived.tolist() == [1, 1]
+        assert second.commit(TIMEOUT_S).tolist() == [False, False]
+        assert np.array_equal(into[:, 0], self._layered(blocks)[:, 0])
+        assert not into[:, 1:].any()
+        target = _region(2, LINK_NAMESPACE.block_bytes)
+        assert link.fetch(keys, target, ALL_LAYERS, TIMEOUT_S).all()
+        assert np.array_equal(target.memory.reshape(2, -1), other)
+
+    def _write_part(self, sink: LayerSink, part: Part, layer: int, blocks: NDArray[np.uint8]) -> None:
+        piece = self._layered(blocks)[:, layer, part.start : part.start + part.size]
+        sink.write(layer, _as_region(piece.copy()), TIMEOUT_S)
 
     def _stored(self, link: ShardLink, count: int) -> tuple[Keys, NDArray[np.uint8]]:
         keys, blocks = _fresh_keys(count), _content(count)

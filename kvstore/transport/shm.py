@@ -40,6 +40,7 @@ from kvstore.transport.shm_layers import SharedLayerSink, SharedLayerSource
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import PROTOCOL_VERSION, Op
 from kvstore.wire.messages import (
+    FINISH_ROW,
     KEYS_MAX,
     LOOKUP_ROW,
     RESERVE_ROW,
@@ -179,6 +180,11 @@ class ShardCalls:
         request = RefRequest.of(rows["handle"], rows["generation"])
         answer = self.channel.call(op, request.encode(), deadline)
         return np.frombuffer(answer, dtype=np.bool_, count=len(rows))
+
+    def finish(self, rows: NDArray[np.void], deadline: Deadline) -> NDArray[np.void]:
+        """`FINISH_ROW` of each reserved part."""
+        request = RefRequest.of(rows["handle"], rows["generation"])
+        return decode_rows(self.channel.call(Op.FINISH, request.encode(), deadline), FINISH_ROW, len(rows))
 
     def publish(self, rows: NDArray[np.void], layers_ready: int, ttl_s: float, deadline: Deadline) -> Mask:
         """Move the watermark of reserved rows, and their deadline; for which it came in time."""

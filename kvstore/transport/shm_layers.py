@@ -24,6 +24,7 @@ from kvstore.transport.buffers import LayerMemory, Region
 from kvstore.transport.channel import Deadline
 from kvstore.transport.copying import CopyPlan, copy_blocks
 from kvstore.transport.holding import LayerHold
+from kvstore.transport.joint import commit_summed
 from kvstore.transport.trailer import read_trailers, sums_of, write_trailers
 from kvstore.wire.frames import Op
 from kvstore.wire.messages import KeyRequest
@@ -236,7 +237,7 @@ class SharedLayerSink:
     Args:
         session: the link's.
         number: of the namespace on this shard.
-        checksums: also write the sums of the layers, with the commit. A part has none: sums are those of whole slices.
+        checksums: also write the sums of the layers, with the commit.
         meter: the link's.
         part: of each layer, where others write the rest.
     """
@@ -257,13 +258,14 @@ class SharedLayerSink:
         self._session, self._namespace, self._ttl_s = session, namespace, ttl_s
         self._meter = meter
         self._part = part or Part(0, namespace.layer_bytes)
+        self._sums_jointly = checksums and part is not None
         request = KeyRequest(number, keys, ttl_ms=int(ttl_s * 1000), size_bytes=namespace.block_bytes)
         rows = session.reserve(request, Deadline(timeout_s), part)
         self.statuses: U8 = rows["status"].copy()
         self._mine = np.flatnonzero(self.statuses == PutStatus.STORED)
         self._rows = rows[self._mine]
         self._offsets: I64 = self._rows["offset"].astype(np.int64)
-        summed = checksums and part is None
+        summed = checksums and part is None  # sums are those of whole slices
         self._sums = np.zeros((len(self._mine), namespace.layers), dtype=np.uint64) if summed else None
 
     def write(self, layer: int, blocks: Region, timeout_s: float) -> None:
@@ -285,10 +287,16 @@ class SharedLayerSink:
         if self._sums is not None:
             size = self._namespace.block_bytes
             write_trailers(self._session.shared.pool, self._offsets, size, self._rows["generation"], self._sums)
-        done[self._mine] = self._session.settle(Op.COMMIT, self._rows, Deadline(timeout_s))
+        done[self._mine] = self._commit(Deadline(timeout_s))
         written = int(np.count_nonzero(done))
         self._meter.add(written_blocks=written, written_bytes=written * self._namespace.layers * self._part.size)
         return done
+
+    def _commit(self, deadline: Deadline) -> Mask:
+        if not self._sums_jointly:
+            return self._session.settle(Op.COMMIT, self._rows, deadline)
+        layers, layer_bytes = self._namespace.layers, self._namespace.layer_bytes
+        return commit_summed(self._session, self._rows, self._offsets, layers, layer_bytes, deadline)
 
     def abort(self, timeout_s: float) -> None:
         if len(self._mine):

@@ -63,6 +63,9 @@ class Op(IntEnum):
     LOCATE = 26  # data port: as LAYERS, but where the blocks lie instead of their payload
     LANDED = 27  # data port: layers of reserved blocks lie in this connection's landing space: take them
     RESERVE_PART = 28  # as RESERVE, for some bytes of each layer: the block is complete when others have the rest
+    FINISH = (
+        29  # local socket: as COMMIT; but who has the last open part of a block is told so, and writes its sums first
+    )
     LAYERS = 30  # data port: the payload of some layers of blocks on hold out, layer by layer
 
 

@@ -24,6 +24,7 @@ ANY_NAMESPACE = 0xFFFF  # administration: the key alone says which block is mean
 
 LOOKUP_ROW = np.dtype([("state", "u1"), ("tier", "u1"), ("layers_ready", "<u2"), ("size", "<u4")])
 RESERVE_ROW = np.dtype([("status", "u1"), ("pad", "V3"), ("handle", "<u4"), ("generation", "<u8"), ("offset", "<u8")])
+FINISH_ROW = np.dtype([("status", "u1"), ("pad", "V7"), ("generation", "<u8")])  # `Finish`, and the block's where LAST
 FETCH_ROW = np.dtype([("found", "u1"), ("pad", "V3"), ("bytes", "<u4")])
 REF = np.dtype([("handle", "<u8"), ("generation", "<u8")])
 REPORT_FIELDS = (  # of a REPORT, uint64 each
@@ -45,6 +46,14 @@ class Found(IntEnum):
     HERE = 1  # its bytes follow
     LATER = 2  # it is on its way from the SSD: ask again, once what follows has been received
     UNFINISHED = 3  # it is being written, and these layers are not there yet: ask again
+
+
+class Finish(IntEnum):
+    """What a FINISH says of a part."""
+
+    ENDED = 0  # its reservation had
+    DONE = 1
+    LAST = 2  # nothing was done: all others are complete. Write the sums of the block's slices, then COMMIT
 
 
 _KEY_HEAD = struct.Struct("<HHHHIIQ")

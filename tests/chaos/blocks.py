@@ -23,6 +23,10 @@ def namespace(layer_bytes: int = 4096) -> kvstore.Namespace:
 TINY = namespace(512)  # over TCP, a get of a few is a copy that is checked afterwards; of larger ones it takes a lease
 SMALL = namespace()
 LARGE = namespace(64 << 10)
+HEADS = 8
+HEADED = kvstore.Namespace(
+    model="chaos", revision="1", dtype="uint8", block_tokens=TOKENS, layout=kvstore.CanonicalLayout(LAYERS, HEADS, 64)
+)
 
 
 def keys_of(client: kvstore.Client, prompt: int, blocks: int) -> kvstore.BlockKeys:

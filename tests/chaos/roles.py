@@ -9,12 +9,14 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
+
 import kvstore
 from kvstore.transport.channel import Deadline
 from kvstore.transport.shm import LocalSession, SharedShard, connect_local, describe
 from kvstore.wire.frames import Op
 from kvstore.wire.messages import KeyRequest
-from tests.chaos.blocks import SMALL, content, has_all, keys_of
+from tests.chaos.blocks import HEADED, HEADS, SMALL, content, has_all, keys_of
 
 TIMEOUT_S = 10.0
 TICK_S = 0.005
@@ -52,6 +54,22 @@ def writer(socket_path: str, keys: list[str], ttl_ms: int) -> None:
         for offset in rows["offset"].tolist():
             session.shared.pool[offset : offset + size] = 0xEE
         say(session.settle(Op.COMMIT, rows, Deadline(TIMEOUT_S)).tolist())
+
+
+def rank(address: str, transport: str, prompt: int, blocks: int, heads: list[int], ttl_s: float) -> None:
+    """One of the ranks that write blocks of `HEADED` together: for each word one layer, then the commit."""
+    with kvstore.connect(address, namespace=HEADED, transport=transport, timeout_s=TIMEOUT_S) as client:
+        keys = keys_of(client, prompt, blocks)
+        layers = content(keys, HEADED).reshape(blocks, HEADED.layers, HEADS, -1)[:, :, heads[0] : heads[1]]
+        with client.publish_stream(keys, heads=(heads[0], heads[1]), ttl_s=ttl_s) as stream:
+            say(stream.statuses.tolist())
+            for layer in range(HEADED.layers):
+                wait()
+                stream.write(layer, np.ascontiguousarray(layers[:, layer]))
+                say(layer)
+            wait()
+            say(stream.commit().stored)
+        wait()
 
 
 def viewer(address: str, prompt: int, blocks: int, ttl_s: float) -> None:
@@ -163,6 +181,7 @@ def metronome() -> None:
 
 ROLES = {
     "writer": writer,
+    "rank": rank,
     "viewer": viewer,
     "crowd": crowd,
     "parent": parent,

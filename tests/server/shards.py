@@ -10,7 +10,7 @@ from kvstore.core.namespace import DEFAULT_TENANT
 from kvstore.server.eviction import POLICIES
 from kvstore.server.shard.blocks import NamespaceInfo
 from kvstore.server.shard.shard import IndexSegment, Session, Shard
-from kvstore.wire.messages import REF, KeyRequest
+from kvstore.wire.messages import REF, KeyRequest, PartRequest
 
 CHUNK = 32 << 10
 TTL_MS = 10_000
@@ -55,6 +55,20 @@ def reserve(
     """Reserve blocks of that namespace: `RESERVE_ROW` of each."""
     size = shard.namespace(space).block_bytes
     return shard.reserve(session, KeyRequest(space, keys(*numbers), ttl_ms=ttl_ms, size_bytes=size), now_s)
+
+
+def reserve_part(
+    shard: Shard,
+    session: Session,
+    space: int,
+    numbers: Sequence[int],
+    part: tuple[int, int],
+    now_s: float = 0.0,
+    ttl_ms: int = TTL_MS,
+) -> Rows:
+    """Reserve bytes [start, end) of each layer of blocks."""
+    request = KeyRequest(space, keys(*numbers), ttl_ms=ttl_ms, size_bytes=shard.namespace(space).block_bytes)
+    return shard.reserve_part(session, PartRequest(part[0], part[1] - part[0], request), now_s)
 
 
 def refs(rows: Rows) -> Rows:

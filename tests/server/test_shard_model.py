@@ -1,12 +1,13 @@
 """The shard against a model in plain Python: every answer, every byte of the pool, after every step.
 
-The model knows who may still touch which slot: the writer of a reservation until it reports or leaves (even when the
+The model knows who may still touch which slot: the writers of a reservation until they report or leave (even when the
 reservation ran out long ago), and readers with a lease. A slot that is given out while somebody may touch it fails the
 step. Which blocks are evicted is the policy's choice; the model learns it and checks that they were free to go.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,8 +22,8 @@ from kvstore.server.eviction import POLICIES
 from kvstore.server.eviction.tenants import Quota
 from kvstore.server.shard.shard import Session
 from kvstore.testing.clock import FakeClock
-from kvstore.wire.messages import ANY_NAMESPACE, REF, KeyRequest
-from tests.server.shards import CHUNK, Rows, keys, namespace, new_shard, reserve
+from kvstore.wire.messages import ANY_NAMESPACE, REF, Finish, KeyRequest
+from tests.server.shards import CHUNK, Rows, keys, namespace, new_shard, reserve, reserve_part
 
 TENANTS = ["ann", "bob", "cid"]
 # Slots of 4, 12 and 32 KiB, each of a tenant of its own.
@@ -30,6 +31,22 @@ SPACES = [namespace(1, 1, 100, "ann"), namespace(2, 2, 4500, "bob"), namespace(3
 LAYERS = [space.layers for space in SPACES]
 NUMBERS = 30  # keys of each namespace
 SESSIONS = 3
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one of several writers has of a block."""
+
+    block: Block
+    handle: int
+    generation: int
+    start: int
+    end: int
+    client: int  # that reserved it
+    writer: int | None  # the same, while it may still write
+    deadline_s: float
+    layers_ready: int = 0
+    done: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +58,9 @@ class Block:
     generation: int
     offset: int
     slot_bytes: int
-    writer: int | None  # session that may still write
-    deadline_s: float
+    writer: int | None  # session that may still write; of a block without parts
+    deadline_s: float  # of a joint block: until when all of it has to be claimed
+    parts: list[Part] = field(default_factory=list[Part])
     state: BlockState = BlockState.RESERVED  # ABSENT: out of the index, but not out of use
     layers_ready: int = 0
     pins: int = 0
@@ -53,12 +71,39 @@ class Block:
         return self.key % len(SPACES)
 
     @property
+    def layer_bytes(self) -> int:
+        return SPACES[self.space].layer_bytes
+
+    @property
+    def claimed(self) -> bool:
+        return sum(part.end - part.start for part in self.parts) == self.layer_bytes
+
+    @property
+    def complete(self) -> bool:
+        return self.claimed and all(part.done for part in self.parts)
+
+    @property
+    def watermark(self) -> int:
+        return min(part.layers_ready for part in self.parts) if self.claimed else 0
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody may be writing to its slot."""
+        return self.writer is not None or any(part.writer is not None for part in self.parts)
+
+    def is_late(self, now_s: float) -> bool:
+        if not self.parts:
+            return self.deadline_s <= now_s
+        slow = any(not part.done and part.deadline_s <= now_s for part in self.parts)
+        return slow or (not self.claimed and self.deadline_s <= now_s)
+
+    @property
     def may_go(self) -> bool:
         return self.state == BlockState.COMMITTED and not self.holds and not self.pins
 
     @property
     def in_use(self) -> bool:
-        return self.state != BlockState.ABSENT or self.writer is not None or self.holds > 0
+        return self.state != BlockState.ABSENT or self.written or self.holds > 0
 
 
 @dataclass(slots=True)
@@ -72,6 +117,7 @@ class Lease:
 class Client:
     session: Session
     granted: list[Block] = field(default_factory=list[Block])  # everything that it ever reserved
+    parts: list[Part] = field(default_factory=list[Part])  # the same
     leases: list[int] = field(default_factory=list[int])  # every number that it was ever given
 
 
@@ -80,6 +126,8 @@ numbers = st.integers(0, NUMBERS - 1)
 batches = st.lists(numbers, min_size=1, max_size=14)
 spaces = st.integers(0, len(SPACES) - 1)
 ttls = st.sampled_from([1000, 5000, 20_000])
+HALVES, QUARTERS = [(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)]  # in quarters of a layer
+shares = st.sampled_from([*HALVES, *HALVES, *QUARTERS, (1, 3), (0, 4)])
 
 
 class ShardAgainstAModel(RuleBasedStateMachine):
@@ -130,6 +178,47 @@ class ShardAgainstAModel(RuleBasedStateMachine):
             assert answer == (mine and sane)
             if answer:
                 block.layers_ready = layers_ready
+
+    # --- writing together --------------------------------------------------------------------------------------------
+
+    @rule(
+        client=clients,
+        space=spaces,
+        batch=st.lists(st.integers(0, 11), min_size=1, max_size=8),
+        share=shares,
+        ttl_ms=ttls,
+    )
+    def reserve_a_part_of_some(
+        self, client: int, space: int, batch: list[int], share: tuple[int, int], ttl_ms: int
+    ) -> None:
+        self.put_part(client, space, batch, share, ttl_ms)
+
+    @rule(space=spaces, batch=st.lists(st.integers(12, 20), min_size=1, max_size=8, unique=True), data=st.data())
+    def store_some_together(self, space: int, batch: list[int], data: st.DataObject) -> None:
+        """Two or four clients, in any order, the same one perhaps more than once."""
+        for share in data.draw(st.sampled_from([HALVES, QUARTERS]).flatmap(st.permutations)):
+            client = data.draw(clients)
+            self.settle_parts(client, self.put_part(client, space, batch, share, 20_000), "commit")
+
+    @rule(data=st.data(), how=st.sampled_from(["commit", "commit", "finish", "abort"]))
+    def settle_some_parts(self, data: st.DataObject, how: str) -> None:
+        chosen, client = self.some_parts(data)
+        if chosen:
+            self.settle_parts(client, chosen, how)
+
+    @rule(data=st.data(), layers_ready=st.integers(0, 4), ttl_ms=st.sampled_from([0, 0, 5000]))
+    def publish_some_parts(self, data: st.DataObject, layers_ready: int, ttl_ms: int) -> None:
+        chosen, client = self.some_parts(data)
+        chosen = list(dict.fromkeys(chosen))
+        session = self.clients[client].session
+        answers = self.shard.publish(session, self.refs(chosen), layers_ready, ttl_ms, self.clock.now_s)
+        for part, answer in zip(chosen, answers.tolist(), strict=True):
+            mine = part.writer == client and part.block.state == BlockState.RESERVED
+            assert answer == (mine and part.layers_ready <= layers_ready <= LAYERS[part.block.space])
+            if answer:
+                part.layers_ready = layers_ready
+                part.deadline_s = max(part.deadline_s, self.clock.now_s + ttl_ms / 1000)
+                part.block.layers_ready = part.block.watermark
 
     @rule(batch=st.lists(numbers, min_size=1, max_size=6), space=spaces)
     def delete_some(self, batch: list[int], space: int) -> None:
@@ -264,6 +353,9 @@ class ShardAgainstAModel(RuleBasedStateMachine):
                 block.writer = None
                 if block.state == BlockState.RESERVED:
                     block.state = BlockState.ABSENT
+            for part in block.parts:
+                if part.writer == client:
+                    self.leave(part)
         self.forget_unused()
         self.clients[client] = Client(self.shard.open_session())
 
@@ -273,7 +365,9 @@ class ShardAgainstAModel(RuleBasedStateMachine):
     def the_pool_is_all_accounted_for(self) -> None:
         books = self.shard.accounting()
         assert books["free"] + books["reserved"] + books["committed"] == books["capacity"]
-        writing = [b for b in self.blocks if b.state != BlockState.COMMITTED and b.writer is not None]
+        writing = [
+            b for b in self.blocks if b.state == BlockState.RESERVED or (b.state == BlockState.ABSENT and b.written)
+        ]
         assert books["reserved"] == sum(block.slot_bytes for block in writing)
         assert books["committed"] == sum(b.slot_bytes for b in self.blocks) - books["reserved"]
         gauges = self.shard.gauges()
@@ -283,6 +377,15 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         assert gauges["leases_now"] == len(self.leases)
         assert gauges["held_blocks"] == sum(block.holds > 0 for block in self.blocks)
         assert gauges["pinned_blocks"] == sum(block.pins > 0 for block in self.blocks)
+
+    @invariant()
+    def a_joint_block_is_visible_if_and_only_if_all_parts_are_committed(self) -> None:
+        for block in self.blocks:
+            if block.parts and block.state != BlockState.ABSENT:
+                assert (block.state == BlockState.COMMITTED) == block.complete
+        assert len(self.shard.parts) == sum(
+            len(block.parts) for block in self.blocks if block.state != BlockState.COMMITTED and self.has_rows(block)
+        )
 
     @invariant()
     def every_slot_counts_on_its_tenants_quota(self) -> None:
@@ -309,6 +412,93 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         found = [block for block in self.blocks if block.key == key and block.state != BlockState.ABSENT]
         assert len(found) <= 1
         return found[0] if found else None
+
+    def some_parts(self, data: st.DataObject) -> tuple[list[Part], int]:
+        """Anybody's, running or long over, and mostly the client that had one of them."""
+        known = [part for other in self.clients for part in other.parts[-30:]]
+        if not known:
+            return [], 0
+        chosen = data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=12))
+        return chosen, data.draw(st.sampled_from([part.client for part in chosen]) | clients)
+
+    def has_rows(self, block: Block) -> bool:
+        """Whether the shard still has to remember the block's parts."""
+        return block.state == BlockState.RESERVED or block.written
+
+    def put_part(self, client: int, space: int, batch: list[int], share: tuple[int, int], ttl_ms: int) -> list[Part]:
+        """Reserve a part, and check each answer. The parts that were granted."""
+        chosen = [self.key(space, number) for number in batch]
+        start, end = (quarter * SPACES[space].layer_bytes // 4 for quarter in share)
+        self.expire_in_model()
+        expected = self.expected_statuses(chosen)
+        rows = reserve_part(
+            self.shard, self.clients[client].session, space, chosen, (start, end), self.clock.now_s, ttl_ms
+        )
+        self.learn_evictions()
+        granted: list[Part] = []
+        for place, (key, row, told) in enumerate(zip(chosen, rows, expected, strict=True)):
+            block = self.visible(key)
+            if block is not None and block.parts and key not in chosen[:place] and block.state == BlockState.RESERVED:
+                free = all(part.end <= start or end <= part.start for part in block.parts)
+                assert row["status"] == (PutStatus.STORED if free else PutStatus.PENDING)
+                if not free:
+                    continue
+                assert row["offset"] == block.offset, "parts of one block in different slots"
+            elif told is not None:
+                assert row["status"] == told
+                continue
+            elif row["status"] != PutStatus.STORED:
+                assert row["status"] in {PutStatus.NO_ROOM, PutStatus.OVER_QUOTA}
+                continue
+            else:
+                block = self.grant(None, key, row, ttl_ms)
+            deadline_s = self.clock.now_s + ttl_ms / 1000
+            part = Part(block, int(row["handle"]), int(row["generation"]), start, end, client, client, deadline_s)
+            block.parts.append(part)
+            granted.append(part)
+        self.clients[client].parts += granted
+        return granted
+
+    def settle_parts(self, client: int, chosen: list[Part], how: str) -> None:
+        session, named = self.clients[client].session, self.refs(chosen)
+        last = [
+            part.writer == client
+            and part.block.state == BlockState.RESERVED
+            and part.block.claimed
+            and all(other.done for other in part.block.parts if other is not part)
+            for part in chosen
+        ]
+        match how:
+            case "commit":
+                answers = self.shard.commit(session, named).tolist()
+            case "finish":
+                rows = self.shard.finish(session, named)
+                answers = rows["status"].tolist()
+            case _:
+                answers = self.shard.abort(session, named).tolist()
+        alive = [part.writer == client and part.block.state == BlockState.RESERVED for part in chosen]
+        for place, (part, answer) in enumerate(zip(chosen, answers, strict=True)):
+            again = part in chosen[:place]
+            if how == "finish" and last[place] and not again:
+                assert answer == Finish.LAST
+                continue
+            assert answer == (alive[place] and not again)
+            if again or part.writer != client:
+                continue
+            if how == "abort" or not alive[place]:
+                self.leave(part)
+            else:
+                part.done, part.writer, part.layers_ready = True, None, LAYERS[part.block.space]
+                part.block.layers_ready = part.block.watermark
+                if part.block.complete:
+                    part.block.state = BlockState.COMMITTED
+        self.forget_unused()
+
+    def leave(self, part: Part) -> None:
+        """A writer stops before the end."""
+        part.writer = None
+        if part.block.state == BlockState.RESERVED:
+            part.block.state = BlockState.ABSENT
 
     def put(self, client: int, space: int, batch: list[int], ttl_ms: int) -> list[Block]:
         """Reserve, and check each answer and each slot. The blocks that were granted."""
@@ -358,15 +548,19 @@ class ShardAgainstAModel(RuleBasedStateMachine):
                 expected.append(PutStatus.PENDING if key in chosen[:place] else None)
         return expected
 
-    def grant(self, client: int, key: int, row: Rows, ttl_ms: int) -> Block:
+    def grant(self, client: int | None, key: int, row: Rows, ttl_ms: int) -> Block:
         offset = int(row["offset"])
         slot_bytes = self.shard.allocator.slot_bytes_for(SPACES[key % len(SPACES)].slot_bytes)
         for block in self.blocks:
             apart = offset + slot_bytes <= block.offset or block.offset + block.slot_bytes <= offset
             assert apart, "a slot was given out while somebody may touch it"
-            assert block.handle != row["handle"]
+        handle, generation = int(row["handle"]), int(row["generation"])
+        if client is None:  # the row names a part
+            found = self.shard.find(keys(key))
+            handle, generation = int(found[0]), int(self.shard.blocks.generation[found[0]])
+        assert handle not in {block.handle for block in self.blocks}
         deadline_s = self.clock.now_s + ttl_ms / 1000
-        block = Block(key, int(row["handle"]), int(row["generation"]), offset, slot_bytes, client, deadline_s)
+        block = Block(key, handle, generation, offset, slot_bytes, client, deadline_s)
         self.blocks.append(block)
         return block
 
@@ -408,8 +602,9 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         for number in [n for n, lease in self.leases.items() if lease.deadline_s <= self.clock.now_s]:
             self.end_lease(number)
         for block in self.blocks:
-            if block.state == BlockState.RESERVED and block.deadline_s <= self.clock.now_s:
-                block.state = BlockState.ABSENT  # its writer may still be writing
+            if block.state == BlockState.RESERVED and block.is_late(self.clock.now_s):
+                block.state = BlockState.ABSENT  # its writers may still be writing
+        self.forget_unused()
 
     def take_out(self, block: Block) -> None:
         block.state, block.pins = BlockState.ABSENT, 0
@@ -434,7 +629,7 @@ class ShardAgainstAModel(RuleBasedStateMachine):
         some = st.sampled_from(any_of_anybody)
         return data.draw(st.lists(st.sampled_from(live) | some if live else some, min_size=1, max_size=4, unique=True))
 
-    def refs(self, chosen: list[Block]) -> Rows:
+    def refs(self, chosen: Sequence[Block | Part]) -> Rows:
         named = np.zeros(len(chosen), dtype=REF)
         named["handle"] = [block.handle for block in chosen]
         named["generation"] = [block.generation for block in chosen]

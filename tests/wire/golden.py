@@ -12,6 +12,7 @@ from kvstore.wire.fabric import LANDED_ROW, FabricInfo, LandedRequest, LocateAns
 from kvstore.wire.frames import NO_REPLY, PROTOCOL_VERSION, Op, Status, encode
 from kvstore.wire.messages import (
     FETCH_ROW,
+    FINISH_ROW,
     LOOKUP_ROW,
     REF,
     REPORT_FIELDS,
@@ -58,6 +59,7 @@ def frames() -> dict[str, bytes]:
         "RESERVE answer": encode(
             Op.RESERVE, 5, rows(RESERVE_ROW, status=[0, 1], handle=[7, 0], generation=[9, 0], offset=[4096, 0])
         ),
+        "FINISH answer": encode(Op.FINISH, 29, rows(FINISH_ROW, status=[1, 2], generation=[0, 9])),
         "FETCH answer": encode(
             Op.FETCH, 17, rows(FETCH_ROW, found=[1, 0], bytes=[512, 0]) + np.array([77], dtype=U64).tobytes(), 512
         ),
@@ -84,6 +86,7 @@ def frames() -> dict[str, bytes]:
         Op.PUBLISH: RefRequest(REFS, layers_ready=1).encode(),
         Op.COMMIT: RefRequest(REFS).encode(),
         Op.ABORT: RefRequest(REFS).encode(),
+        Op.FINISH: RefRequest(REFS).encode(),
         Op.LEASE: RefRequest(REFS, ttl_ms=10_000).encode(),
         Op.RENEW: LeaseRequest(LEASES, ttl_ms=10_000).encode(),
         Op.DELETE: keys.encode(),

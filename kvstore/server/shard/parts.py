@@ -45,7 +45,7 @@ _JOINT = np.dtype(
 
 
 class PartTable:
-    """See the module. Handles are those of blocks, rows are those of parts; a call's handles are distinct."""
+    """See the module. Handles are those of blocks, rows are those of parts; what is changed in a call is distinct."""
 
     def __init__(self) -> None:
         self._parts: NDArray[Any] = np.zeros(0, dtype=_PART)
@@ -92,9 +92,9 @@ class PartTable:
         """Which refs name a part that this session is writing, each once: their places, and their rows."""
         rows = refs["handle"].astype(np.int64) - PART_HANDLES
         places = np.flatnonzero((rows >= 0) & (rows < self._fresh))
-        places = places[np.unique(rows[places], return_index=True)[1]]
         parts = self._parts[rows[places]]
         places = places[(parts["generation"] == refs["generation"][places]) & (parts["owner"] == owner)]
+        places = places[np.unique(rows[places], return_index=True)[1]]
         return places, rows[places]
 
     def written_by(self, owner: int) -> I64:
@@ -137,6 +137,14 @@ class PartTable:
         for places, rows in self._parts_of(handles):
             complete[places] &= self._parts["done"][rows]
         return complete
+
+    def are_last(self, rows: I64) -> Mask:
+        """Whether all of a part's block but the part itself is complete. Shape (n,)."""
+        handles = self._parts["block"][rows]
+        open_parts = np.zeros(len(handles), dtype=np.int64)
+        for places, others in self._parts_of(handles):
+            open_parts[places] += ~self._parts["done"][others]
+        return (open_parts == 1) & (self._joint["unclaimed"][handles] == 0)
 
     def are_written(self, handles: I64) -> Mask:
         """Whether somebody may be writing to a block. Shape (n,)."""

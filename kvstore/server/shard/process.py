@@ -317,6 +317,7 @@ class ShardServer:
             ).tobytes(),
             int(Op.PUBLISH): publish,
             int(Op.COMMIT): lambda session, body, _, __: shard.commit(session, RefRequest.decode(body).refs).tobytes(),
+            int(Op.FINISH): lambda session, body, _, __: shard.finish(session, RefRequest.decode(body).refs).tobytes(),
             int(Op.ABORT): lambda session, body, _, __: shard.abort(session, RefRequest.decode(body).refs).tobytes(),
             int(Op.LEASE): lease,
             int(Op.RENEW): renew,

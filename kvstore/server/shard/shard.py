@@ -37,7 +37,16 @@ from kvstore.server.shard.blocks import BlockTable, Life, NamespaceInfo
 from kvstore.server.shard.device_tier import DeviceTier
 from kvstore.server.shard.parts import PARTS_MAX, PartTable
 from kvstore.server.shard.tiering import Admission, Disk, Tiering
-from kvstore.wire.messages import ANY_NAMESPACE, BY_LAYERS, LOOKUP_ROW, RESERVE_ROW, KeyRequest, PartRequest
+from kvstore.wire.messages import (
+    ANY_NAMESPACE,
+    BY_LAYERS,
+    FINISH_ROW,
+    LOOKUP_ROW,
+    RESERVE_ROW,
+    Finish,
+    KeyRequest,
+    PartRequest,
+)
 
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
@@ -485,6 +494,19 @@ class Shard:
         answers = mine.astype(np.uint8)
         answers[self._commit_parts(session, refs)] = 1
         return answers
+
+    def finish(self, session: Session, refs: Rows) -> Rows:
+        """As `commit`, for a writer that leaves sums: `FINISH_ROW`, shape (n,). The last open part of a block is left
+        as it is, and its writer is told so: all other bytes are there, and stay.
+        """
+        rows = np.zeros(len(refs), dtype=FINISH_ROW)
+        places, parts = self.parts.named(refs, session.number)
+        last = self._are_reserved(parts) & self.parts.are_last(parts)
+        rows["status"][places[last]] = Finish.LAST
+        rows["generation"][places[last]] = self.blocks.generation[self.parts.blocks(parts[last])]
+        others = rows["status"] != Finish.LAST
+        rows["status"][others] = self.commit(session, refs[others])
+        return rows
 
     def _complete(self, done: I64) -> None:
         layers = Probe(self._index.read(done), done).layers

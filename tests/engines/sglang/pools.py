@@ -5,8 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo, MLABufferInfo
+from sglang.srt.mem_cache.device_pool_info import (
+    KVBufferLayout,
+    KVBuffers,
+    MambaStateBufferInfo,
+    MHABufferInfo,
+    MLABufferInfo,
+)
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost, MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -23,6 +30,7 @@ POOLS = [
     "asymmetric-page_first",
     "asymmetric-page_first_direct",
     "shm-page_first",
+    "flat-layer_first",
 ]
 
 
@@ -31,8 +39,12 @@ def host_pool(kind: str, *, dtype: torch.dtype = torch.float32, heads: int = HEA
     family, layout = kind.split("-")
     if family == "mla":
         pool = _latent(layout, dtype)
+    elif family == "mamba":
+        pool = _recurrent(layout)
     else:
         pool = _plain(layout, dtype, heads, value_dim=8 if family == "asymmetric" else 16, shared=family == "shm")
+    if family == "flat":  # as pools are that move their pages about: no pointers
+        pool.get_page_buffer_meta = _no_pointers
     for buffer in buffers(pool):
         raw = buffer.view(torch.uint8)
         if seed is None:
@@ -109,6 +121,21 @@ def _plain(layout: str, dtype: torch.dtype, heads: int, *, value_dim: int, share
         start_layer=0,
         end_layer=LAYERS,
         host_token_capacity=PAGES * PAGE,
+    )
+
+
+def _no_pointers(_: torch.Tensor) -> None:
+    raise NotImplementedError
+
+
+def _recurrent(layout: str) -> Any:
+    """States of a slot each, of three sizes."""
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(LAYERS, 4, 2, 8, 6),
+        conv=(torch.zeros(LAYERS, 4, 10, 3), torch.zeros(LAYERS, 4, 5)),
+    )
+    return MambaPoolHost(
+        info, host_to_device_ratio=4.0, host_size=0, device_capacity=4, pin_memory=False, layout=layout
     )
 
 
