@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from kvbench.engine_worker import cpu_s
+from kvbench.engine_worker import cpu_s, tree
 from kvbench.errors import BenchError
 from kvstore.testing.waiting import until
 
@@ -31,6 +31,7 @@ _KILL_TIMEOUT_S: Final = 10.0
 _QUIET_TIMEOUT_S: Final = 20.0
 _QUIET_LOOK_S: Final = 0.5
 _QUIET_CPU_S: Final = 0.05  # of such a look: what a server does that has nothing to do
+_SHARED_MEMORY: Final = re.compile(r"(/dev/shm/psm_\w+)$", re.MULTILINE)
 _RECENT_BYTES: Final = 64 << 10
 
 # A server lives as long as its input, so that it goes whatever ends kvbench.
@@ -104,7 +105,10 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
+        left = shared_memory_of([self.pid])
         _end(self._process, END_TIMEOUT_S)
+        for path in left:  # of an engine that had to be killed, or that never started; others remove it themselves
+            path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -135,6 +139,16 @@ def free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+def shared_memory_of(roots: Sequence[int]) -> set[Path]:
+    """Shared memory that Python made, as it lies in /dev/shm, of these processes and their descendants."""
+    found: set[Path] = set()
+    for pid in tree(roots)[0]:
+        with suppress(OSError):  # it has just ended
+            maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            found.update(Path(name) for name in _SHARED_MEMORY.findall(maps))
+    return found
 
 
 def wait_quiet(pids: Sequence[int]) -> None:

@@ -104,6 +104,12 @@ class Engine:
 
 def cpu_s(roots: Iterable[int]) -> float:
     """Processor seconds, user and system, that these processes and their living descendants have used."""
+    pids, ticks = tree(roots)
+    return sum(ticks.get(pid, 0) for pid in pids) / os.sysconf("SC_CLK_TCK")
+
+
+def tree(roots: Iterable[int]) -> tuple[list[int], dict[int, int]]:
+    """These processes and their living descendants, and the clock ticks that each process here has used."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -113,10 +119,10 @@ def cpu_s(roots: Iterable[int]) -> float:
             continue
         pid = int(stat.parent.name)
         parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-    tree = list(roots)
-    for ancestor in tree:
-        tree += [child for child, parent in parents.items() if parent == ancestor and child not in tree]
-    return sum(ticks.get(pid, 0) for pid in tree) / os.sysconf("SC_CLK_TCK")
+    pids = list(roots)
+    for ancestor in pids:
+        pids += [child for child, parent in parents.items() if parent == ancestor and child not in pids]
+    return pids, ticks
 
 
 def _read(text: str | None) -> str:

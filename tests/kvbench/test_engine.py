@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvbench.cli import main
 from kvbench.engine import core_list, kv_bytes_per_token
 from kvbench.engine_modes import STORES, Bench, Mode
-from kvbench.engine_process import EngineProcess, free_ports, server_process, wait_quiet
+from kvbench.engine_process import EngineProcess, free_ports, server_process, shared_memory_of, wait_quiet
 from kvbench.engine_rows import EngineResult, EngineRow, Taken, engine_ratios, engine_row, engine_rows
 from kvbench.engine_worker import cpu_s, cut
 from kvbench.errors import BenchError
@@ -287,6 +287,22 @@ def test_the_stores_server_runs_while_it_is_measured(tmp_path: Path) -> None:
         wait_quiet(store.pids)
         assert store.connector["kv_connector_extra_config"]["revision"] == "r1"
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_an_engine_that_is_killed_leaves_in_shared_memory_is_known() -> None:
+    holds = (
+        "import sys; from multiprocessing.shared_memory import SharedMemory; "
+        "memory = SharedMemory(create=True, size=4096); print(memory.name, flush=True); sys.stdin.read()"
+    )
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", outer], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert shared_memory_of([process.pid]) == {Path("/dev/shm") / name}
+        process.communicate("")
+    assert not (Path("/dev/shm") / name).exists()
 
 
 def test_processor_time_of_a_process_and_its_children_is_counted() -> None:
