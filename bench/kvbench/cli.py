@@ -10,7 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from kvbench import disk, index, layers, overlap, replay, report, restart, scale, transfer
+from kvbench import disk, engine, index, layers, overlap, replay, report, restart, scale, transfer
+from kvbench.engine_modes import PEERS, Mode
 from kvbench.errors import BenchError
 from kvbench.overlap import Compute, LayersPlan
 from kvbench.plan import (
@@ -28,7 +29,16 @@ from kvbench.plan import (
     crossed_cases,
     default_cases,
 )
-from kvbench.plot import plot_disk, plot_index, plot_layers, plot_replay, plot_scale, plot_transfer, require_plot
+from kvbench.plot import (
+    plot_disk,
+    plot_engine,
+    plot_index,
+    plot_layers,
+    plot_replay,
+    plot_scale,
+    plot_transfer,
+    require_plot,
+)
 from kvbench.progress import progress
 from kvbench.trace import read_trace
 from kvstore.core.errors import KvStoreError, UsageError
@@ -170,6 +180,30 @@ examples:
   kvbench layers --json layers.json --plot layers.png    20 ratios with sleep, 5 with matmul, in about a minute
   kvbench layers --compute sleep --transport shm --ratios 0.5,0.9,2 --rounds 20
   kvbench layers --layers 80 --layer-ms 3
+"""
+
+_ENGINE_DESCRIPTION = """\
+What a shared cache is worth to a real engine, and what it costs: the same prompts through vLLM, time to first token.
+
+cold               an engine without a connector computes the whole prompt
+prefix_cache       the same engine hits it in its own memory: what no store can be faster than
+kvstore            one engine saves it to kvstore-server and ends, a new one hits it there
+mooncake_store     the same with Mooncake's standalone store, over tcp
+lmcache_mp         the same with LMCache's server, through shared memory
+example_connector  the same with vLLM's own example connector, files in /dev/shm
+
+Each engine is a process of its own, on the same cores; before it is measured it is warmed up on other prompts, so
+that connections stand. A prompt's first answer counts; then it is asked again, which the engine's own cache answers,
+so that each time has its neighbour. Rounds load again in new engines, every second round in the other order. What
+another project's mode can't do is a row with a reason. It takes half a minute for each start of an engine, 20
+minutes for all, on a machine that has nothing else to do. While it runs, Mooncake listens on all interfaces.
+"""
+
+_ENGINE_EXAMPLES = """\
+examples:
+  kvbench engine --json engine.json --plot engine.png
+  kvbench engine --modes prefix_cache,kvstore,example_connector --dtypes bfloat16 --rounds 5
+  kvbench engine --python venv/bin/python --prompts 1 --prompt-tokens 1000 --text book.txt
 """
 
 ValueT = TypeVar("ValueT")
@@ -346,6 +380,33 @@ def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
     )
 
 
+def _run_engine(options: argparse.Namespace) -> int:
+    json_path, plot_path = _outputs(options)
+    plan = engine.EnginePlan(
+        python=options.python,
+        modes=options.modes,
+        dtypes=options.dtypes,
+        prompts=options.prompts,
+        prompt_tokens=options.prompt_tokens,
+        rounds=options.rounds,
+        seed=options.seed,
+        text=options.text,
+        logs=options.logs,
+    )
+    with progress(plan.steps) as shown:
+        result = engine.run_engine(plan, note=shown.note, step=shown.step)
+    report.print_engine(result)
+    value = report.engine_json(result, _arguments(options), seed=plan.seed)
+    if json_path is not None:
+        report.write_json(json_path, value)
+    if plot_path is not None:
+        plot_engine(plot_path, result)
+    missing = [row.mode for row in result.rows if row.reason is not None and row.mode not in PEERS]
+    if missing:
+        return _complain(options, f"no figure for {', '.join(dict.fromkeys(missing))}", _EXIT_WRONG)
+    return _verdict(options, checked=value["checked"])
+
+
 def _outputs(options: argparse.Namespace) -> tuple[Path | None, Path | None]:
     """The paths to write, known to be writable."""
     json_path: Path | None = options.json
@@ -394,6 +455,7 @@ def _parser() -> argparse.ArgumentParser:
         ("layers", "what layer streams hide", _LAYERS_DESCRIPTION, _LAYERS_EXAMPLES, _add_layers_flags),
         ("scale", "what a block costs the server", _SCALE_DESCRIPTION, _SCALE_EXAMPLES, _add_scale_flags),
         ("replay", "what a cache is worth on a trace", _REPLAY_DESCRIPTION, _REPLAY_EXAMPLES, _add_replay_flags),
+        ("engine", "what a cache is worth to vLLM", _ENGINE_DESCRIPTION, _ENGINE_EXAMPLES, _add_engine_flags),
     ):
         command = commands.add_parser(
             name,
@@ -623,6 +685,42 @@ def _add_replay_flags(parser: argparse.ArgumentParser) -> None:
         help=f"what is written to it, of {', '.join(ADMISSIONS)} (default: %(default)s)",
     )
     parser.add_argument("--limit-requests", type=_positive, metavar="N", help="only the first N requests")
+    _add_common(parser)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_run_engine)
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=engine.DEFAULT_PYTHON,
+        metavar="PATH",
+        help="the Python of an environment with vLLM (default: %(default)s, which `make test-vllm` builds)",
+    )
+    parser.add_argument(
+        "--modes",
+        type=_list(_word(Mode)),
+        default=tuple(Mode),
+        metavar="M,...",
+        help=f"of {', '.join(Mode)} (default: all); cold is measured anyway, to compare with",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=_list(str),
+        default=engine.DEFAULT_DTYPES,
+        metavar="D,...",
+        help=f"of {', '.join(engine.DTYPE_BYTES)} (default: {','.join(engine.DEFAULT_DTYPES)})",
+    )
+    for flag, value, meaning in (
+        ("--prompts", engine.DEFAULT_PROMPTS, "prompts, each of other text"),
+        ("--prompt-tokens", engine.DEFAULT_PROMPT_TOKENS, "tokens of each"),
+        ("--rounds", engine.DEFAULT_ROUNDS, "new engines that load"),
+    ):
+        parser.add_argument(flag, type=_positive, default=value, metavar="N", help=f"{meaning} (default: %(default)s)")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="what prompts are cut from (default: the reference of Python itself)"
+    )
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the engines' and servers' messages there")
     _add_common(parser)
 
 

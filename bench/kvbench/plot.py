@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.disk import DiskRow
+from kvbench.engine_modes import Mode
+from kvbench.engine_rows import EngineResult, EngineRow
 from kvbench.index import IndexResult
 from kvbench.layers import LayersResult
 from kvbench.plan import Op
@@ -157,6 +159,31 @@ def plot_layers(path: Path, result: LayersResult) -> None:
     panels[0][0].set_ylabel("total over compute")
     figure.suptitle("kvbench layers: content checked, transfer and compute measured apart in the same rounds")
     _save(plt, figure, path)
+
+
+def plot_engine(path: Path, result: EngineResult) -> None:
+    """Time to the first token by mode, a panel a dtype: medians as bars, least and most as lines."""
+    plt = _pyplot()
+    dtypes = list(dict.fromkeys(row.dtype for row in result.rows))
+    figure, panels = plt.subplots(1, len(dtypes), figsize=(6.5 * len(dtypes), 4.8), sharey=True, squeeze=False)
+    for panel, dtype in zip(panels[0], dtypes, strict=True):
+        _draw_engines(panel, [row for row in result.rows if row.dtype == dtype and row.ttft_ms is not None])
+        panel.set_title(dtype)
+    panels[0][0].set_ylabel("ms to the first token (median, least and most)")
+    figure.suptitle(f"kvbench engine: vLLM, prompts of {result.rows[0].prompt_tokens:,} tokens")
+    _save(plt, figure, path)
+
+
+def _draw_engines(panel: Any, rows: Sequence[EngineRow]) -> None:
+    times = [(row.ttft_ms or 0.0, row.ttft_min_ms or 0.0, row.ttft_max_ms or 0.0) for row in rows]
+    errors = [[mid - low for mid, low, _ in times], [high - mid for mid, _, high in times]]
+    colours = ["tab:blue" if row.mode == Mode.KVSTORE else "tab:gray" for row in rows]
+    bars = panel.bar([row.mode for row in rows], [mid for mid, _, _ in times], yerr=errors, capsize=3, color=colours)
+    panel.bar_label(bars, fmt="%.0f", padding=3)
+    panel.tick_params(axis="x", labelrotation=30)
+    panel.set_yscale("log")
+    panel.margins(y=0.15)
+    panel.grid(visible=True, axis="y", alpha=0.3)
 
 
 def _draw_transport(panel: Any, transport: str, rows: Sequence[TransferRow]) -> None:

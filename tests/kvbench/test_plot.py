@@ -5,9 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.plot import plot_disk, plot_index, plot_layers, plot_replay, plot_scale, plot_transfer, require_plot
+from kvbench.plot import (
+    plot_disk,
+    plot_engine,
+    plot_index,
+    plot_layers,
+    plot_replay,
+    plot_scale,
+    plot_transfer,
+    require_plot,
+)
 from kvstore.core.errors import ConfigError, UsageError
-from tests.kvbench.rows import DISK_ROWS, INDEX_RESULT, LAYERS_RESULT, REPLAY_ROWS, SCALE_RESULT, TRANSFER_ROWS
+from tests.kvbench.rows import (
+    DISK_ROWS,
+    ENGINE_RESULT,
+    INDEX_RESULT,
+    LAYERS_RESULT,
+    REPLAY_ROWS,
+    SCALE_RESULT,
+    TRANSFER_ROWS,
+)
 
 PNG = b"\x89PNG\r\n"
 
@@ -46,6 +63,12 @@ def test_a_replay_figure_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_replay(tmp_path / "r.png", REPLAY_ROWS)
     assert (tmp_path / "r.png").read_bytes().startswith(PNG)
+
+
+def test_an_engine_figure_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot_engine(tmp_path / "e.png", ENGINE_RESULT)
+    assert (tmp_path / "e.png").read_bytes().startswith(PNG)
 
 
 def test_without_matplotlib_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
