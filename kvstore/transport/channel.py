@@ -230,6 +230,8 @@ class Channel:
         self._lock = threading.Lock()
         self._request = 0
         self._open = True
+        self._ending = threading.Lock()
+        self._keepers = 0
 
     @property
     def usable(self) -> bool:
@@ -261,9 +263,33 @@ class Channel:
         return Exchange(self, deadline)
 
     def close(self) -> None:
-        """Close the socket. Waiting calls fail."""
-        self._open = False
-        self.stream.close()
+        """Close the socket, once nobody keeps it. Waiting calls fail, then; others at once."""
+        with self._ending:
+            self._open = False
+            kept = self._keepers > 0
+        if not kept:
+            self.stream.close()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """The socket stays open meanwhile, whatever fails elsewhere: to the peer its end means that we write no more to
+        the memory that it gave us.
+
+        Raises:
+            Unavailable: it was closed before.
+        """
+        with self._ending:
+            if not self._open:
+                raise Unavailable(f"{self.stream.peer}: the connection is closed")
+            self._keepers += 1
+        try:
+            yield
+        finally:
+            with self._ending:
+                self._keepers -= 1
+                last = not (self._open or self._keepers)
+            if last:
+                self.stream.close()
 
     def acquire(self, deadline: Deadline) -> int:
         """Take the channel for one exchange; its request number. `Exchange` does this."""

@@ -42,8 +42,9 @@ def commit_summed(
     last = np.flatnonzero(answers["status"] == Finish.LAST)
     if len(last):
         pool, size = memoryview(session.shared.pool_read_only), layers * layer_bytes
-        found = [sums_of(pool[offset : offset + size], layer_bytes) for offset in offsets[last].tolist()]
-        sums = np.array(found, dtype=np.uint64)
-        write_trailers(session.shared.pool, offsets[last], size, answers["generation"][last], sums)
+        with session.channel.kept():
+            found = [sums_of(pool[offset : offset + size], layer_bytes) for offset in offsets[last].tolist()]
+            sums = np.array(found, dtype=np.uint64)
+            write_trailers(session.shared.pool, offsets[last], size, answers["generation"][last], sums)
         done[last] = session.settle(Op.COMMIT, parts[last], deadline)
     return done

@@ -601,7 +601,8 @@ class SharedMemoryLink:
         if not len(mine):
             return statuses
         try:
-            self._copy_in(rows[mine], blocks.take(mine))
+            with self._session.channel.kept():
+                self._copy_in(rows[mine], blocks.take(mine))
         except BaseException:
             self._session.settle(Op.ABORT, rows[mine], deadline)
             raise

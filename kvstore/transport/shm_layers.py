@@ -274,7 +274,8 @@ class SharedLayerSink:
         size = self._part.size
         starts = self._offsets + (layer * self._namespace.layer_bytes + self._part.start)
         pool = self._session.shared.pool
-        copy_blocks(pool, starts, blocks.memory, blocks.offsets, size)
+        with self._session.channel.kept():
+            copy_blocks(pool, starts, blocks.memory, blocks.offsets, size)
         if self._sums is not None:
             for row in range(len(self._mine)):
                 self._sums[row, layer] = sums_of(blocks.piece(row, size), size)[0]
@@ -286,7 +287,8 @@ class SharedLayerSink:
             return done
         if self._sums is not None:
             size = self._namespace.block_bytes
-            write_trailers(self._session.shared.pool, self._offsets, size, self._rows["generation"], self._sums)
+            with self._session.channel.kept():
+                write_trailers(self._session.shared.pool, self._offsets, size, self._rows["generation"], self._sums)
         done[self._mine] = self._commit(Deadline(timeout_s))
         written = int(np.count_nonzero(done))
         self._meter.add(written_blocks=written, written_bytes=written * self._namespace.layers * self._part.size)

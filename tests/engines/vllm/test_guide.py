@@ -47,7 +47,9 @@ def command(block: str, model: Path, address: str, port: int) -> list[str]:
         "plan": False,
     }  # a small model computes faster than it asks
     words[at] = json.dumps(told)
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", serve, str(model), *words, *HERE, "--port", str(port)]
+    # `vllm serve` asks for the version of a distribution named vllm, which its build for CPUs is not. The same server:
+    server = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    return [sys.executable, *server, *words, *HERE, "--port", str(port)]
 
 
 @contextlib.contextmanager
