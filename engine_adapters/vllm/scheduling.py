@@ -234,7 +234,9 @@ class Scheduling:
         """Requests of one step may share blocks: the first of them saves those."""
         seen = np.zeros(0, dtype=np.uint64)
         for saved in saves if len(saves) > 1 else ():
-            words = self._requests[saved.request.request_id].match.keys[0].array["lo"][saved.first :][: len(saved.known)]
+            words = (
+                self._requests[saved.request.request_id].match.keys[0].array["lo"][saved.first :][: len(saved.known)]
+            )
             saved.known[:] |= np.isin(words, seen)
             seen = np.union1d(seen, words)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine_adapters.vllm.geometry import Geometry
 from engine_adapters.vllm.sight import Tally
 from engine_adapters.vllm.step import Batch, StepPlan, StepReport
 from kvstore import BlockKeys, Client, KvStoreError, LayerStream, PublishStream, PutStatus
+from kvstore.transport.memory import prefault
 
 __all__ = ["Moving"]
 
@@ -72,6 +74,12 @@ class Moving:
 
     def __post_init__(self) -> None:
         self._layers = {name: number for number, name in enumerate(self.geometry.memory.layer_names)}
+        if self.geometry.memory.device.type == "cpu":
+            for buffer in self.geometry.memory.buffers:
+                prefault(buffer.numpy())  # or the first load into each page would pay for it, ten times what it copies
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says once that it could write to what it only reads here
+            torch.from_numpy(np.frombuffer(bytes(8), np.uint8))
 
     # --- a step, in the order of its calls ---------------------------------------------------------------------------
 
@@ -167,6 +175,7 @@ class Moving:
                 slots=batch.block_ids * geometry.memory.stride,
                 ttl_s=LEASE_S,
                 stream=_current_stream(geometry.memory.device),
+                copy=copy_with_all_threads if geometry.memory.device.type == "cpu" else None,
             )
         except KvStoreError as fault:
             _log.warning("no stream of %d blocks, they are recomputed: %s", len(batch), fault)
@@ -290,6 +299,16 @@ class Moving:
 
     def _on_device(self, block_ids: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(block_ids).to(self.geometry.memory.device)
+
+
+def copy_with_all_threads(target: NDArray[np.uint8], source: NDArray[np.uint8]) -> None:
+    """`numpy.copyto` of two arrays (n, size), by the threads with which torch computes."""
+    aligned = source.shape[1] | target.strides[0] | source.strides[0]
+    wide = next(kind for kind in (np.int64, np.int32, np.int16, np.int8) if aligned % np.dtype(kind).itemsize == 0)
+    # torch knows no steps backwards: then row by row.
+    rows = zip(target, source, strict=True) if min(target.strides[0], source.strides[0]) < 0 else [(target, source)]
+    for to, what in rows:
+        torch.from_numpy(to.view(wide)).copy_(torch.from_numpy(what.view(wide)))
 
 
 def _current_stream(device: torch.device) -> int | None:

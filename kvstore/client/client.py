@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -42,6 +42,7 @@ from kvstore.device.opening import open_device
 from kvstore.transport.base import HeldBlocks, LayerSink, LayerSource, Part, ShardLink, Wanted
 from kvstore.transport.buffers import Blocks, Region, RegisteredBuffer, as_blocks
 from kvstore.transport.channel import Deadline
+from kvstore.transport.copying import Copy
 from kvstore.transport.device_blocks import DeviceBlocks, as_device_blocks, is_on_device, on_device
 from kvstore.transport.shm import SharedMemoryLink
 from kvstore.wire.control import ControlClient
@@ -283,6 +284,7 @@ class Client:
         slots: object = None,
         ttl_s: float = 10.0,
         stream: int | None = None,
+        copy: Copy | None = None,
     ) -> LayerStream:
         """Have blocks arrive layer by layer, in order, while the caller computes; blocks that are still being written
         too: their layers come as their writer publishes them.
@@ -297,6 +299,10 @@ class Client:
             ttl_s: the blocks are held for so long, again and again, while the stream lasts.
             stream: of the engine (`torch.cuda.current_stream().cuda_stream`), where `into` is used on another one than
             the default stream or the one that the object names. Host memory has none.
+            copy: `copy(target, source)` of two uint8 arrays of shape (n, size), as numpy.copyto. Where all blocks come
+            from memory of this host, a layer is copied with it when it is waited for, by the thread that waits. For
+            engines that compute with all cores of the host, and whose threads share in a copy: one beside the computing
+            would slow both down.
 
         With a device, `into` may be tensors of it. Copies start after what is on the engine's stream by now, and what
         is put there after a `wait` starts after that layer's copies. The end of the stream waits for all of them.
@@ -312,7 +318,7 @@ class Client:
         shape = Shape(count, chosen[1] - chosen[0], wanted.size, self._namespace.dtype)
         landing = self._landing(into, slots, shape, stream)
         if landing is None:
-            memory = layer_memory(into, slots, shape, name="into", writable=True)
+            memory = replace(layer_memory(into, slots, shape, name="into", writable=True), copy=copy)
         else:
             memory = landing.memory
         parts: list[tuple[I64, LayerSource]] = []
@@ -352,6 +358,7 @@ class Client:
             complete=complete,
             crew=self._crew,
             landing=landing,
+            ahead=copy is None or any(link.transport != "shm" for link in links),
         )
         self._views.add(arriving)
         return arriving

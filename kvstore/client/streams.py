@@ -44,8 +44,8 @@ RESUME_S = 0.004  # after so long the thread looks whether a caller that only co
 class LayerStream:
     """Layers on their way into the caller's memory; made by `Client.layer_stream`. A context manager.
 
-    Layers are numbered as in the block. A thread brings them while the caller computes. A caller that waits takes the
-    steps itself, so that no layer costs a change of threads.
+    Layers are numbered as in the block. A thread brings them while the caller computes, unless the caller wants to copy
+    them itself. A caller that waits takes the steps itself, so that no layer costs a change of threads.
 
     With layers for a device's memory it is not the host that waits for the device: `wait` returns once the layer's
     copies have been asked for, and what the engine puts on its stream from then on starts after them. That stream is
@@ -65,6 +65,7 @@ class LayerStream:
         complete: Callable[[int, float, bool], None],
         crew: Crew,
         landing: Landing | None = None,
+        ahead: bool = True,
     ) -> None:
         """Begin.
 
@@ -77,6 +78,7 @@ class LayerStream:
             complete: called when a part has all its blocks: its number, seconds, whether something was awaited.
             crew: runs the steps that nobody waits for.
             landing: where the layers go on into a device's memory.
+            ahead: whether steps are taken that nobody waits for.
         """
         self._began_s = time.monotonic()
         self._complete = complete
@@ -99,7 +101,8 @@ class LayerStream:
             self._note()
         for part in self._parts:
             self._tell_if_complete(part)
-        crew.run(self._run)
+        if ahead:
+            crew.run(self._run)
 
     @property
     def layers(self) -> range:

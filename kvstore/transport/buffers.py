@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.core.errors import LayoutMismatch, UnregisteredBuffer, UsageError
+from kvstore.transport.copying import Copy
 
 I64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
@@ -96,6 +97,7 @@ class LayerMemory:
     gapless: bool  # the layers of a block lie behind one another in one memory
     keep: object = None  # what owns the memory
     limit: Callable[[], int] = _no_limit
+    copy: Copy | None = None  # what copies into it from memory of this host, if not numpy
 
     def take(self, rows: I64) -> LayerMemory:
         """The same memory, some of the blocks."""

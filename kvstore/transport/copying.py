@@ -9,12 +9,15 @@ block by block: the steps then cost a small part of what the bytes do.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 I64 = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
+Copy = Callable[[Bytes, Bytes], None]
+"""Copies the second array into the first, both of shape (rows, size) with gapless rows, as `numpy.copyto` does."""
 
 _SMALL_BYTES = 32 << 10
 _CACHED_BYTES = 512 << 10
@@ -60,8 +63,18 @@ class CopyPlan:
             axis=1,
         ).tolist()
 
-    def copy(self, target: Bytes, target_shift: int, source: Bytes, source_shift: int, size_bytes: int) -> None:
+    def copy(
+        self,
+        target: Bytes,
+        target_shift: int,
+        source: Bytes,
+        source_shift: int,
+        size_bytes: int,
+        by: Copy | None = None,
+    ) -> None:
         """`target[t + target_shift :][:size] = source[s + source_shift :][:size]` for each pair of offsets.
+
+        `by` copies each run, if that is given, instead of numpy.
 
         Raises:
             IndexError: a block would reach outside its memory.
@@ -70,6 +83,13 @@ class CopyPlan:
             return
         _check(target, self._span, target_shift, size_bytes)
         _check(source, self._source_span, source_shift, size_bytes)
+        if by is not None:
+            for rows, to, to_step, start, step in self._runs:
+                by(
+                    np.ndarray((rows, size_bytes), np.uint8, target.data, to + target_shift, (to_step, 1)),
+                    np.ndarray((rows, size_bytes), np.uint8, source.data, start + source_shift, (step, 1)),
+                )
+            return
         if self._scattered and self._copy_by_index(target[target_shift:], source[source_shift:], size_bytes):
             return
         for rows, to, to_step, start, step in self._runs:

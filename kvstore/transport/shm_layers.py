@@ -181,11 +181,11 @@ class SharedLayerSource:
             if into.gapless and wanted.size == layer_bytes:
                 place = cohort.next - wanted.first
                 size = (end - cohort.next) * layer_bytes
-                plan.copy(into.memories[place], into.shifts[place], pool, cohort.next * layer_bytes, size)
+                plan.copy(into.memories[place], into.shifts[place], pool, cohort.next * layer_bytes, size, into.copy)
             else:
                 for layer in range(cohort.next, end):
                     place, start = layer - wanted.first, layer * layer_bytes + wanted.start
-                    plan.copy(into.memories[place], into.shifts[place], pool, start, wanted.size)
+                    plan.copy(into.memories[place], into.shifts[place], pool, start, wanted.size, into.copy)
             wrong = None if self._damaged is None else self._mismatching(cohort.rows, cohort.next, end)
             self._hold.require_valid()
         self._meter.add(read_blocks=len(cohort.rows) * fresh, read_bytes=(end - cohort.next) * each)
