@@ -15,6 +15,7 @@ SGLANG_TESTS := tests/engines/sglang
 SGLANG_INSTALL := $(SGLANG)/bin/python -m pip install --no-input --disable-pip-version-check
 VLLM := .venv-vllm
 VLLM_TESTS := tests/engines/vllm
+LMCACHE_TESTS := tests/engines/lmcache
 VLLM_INSTALL := $(VLLM)/bin/python -m pip install --no-input --disable-pip-version-check
 
 .PHONY: help demo test test-vllm test-sglang check bench proto clean
@@ -39,7 +40,7 @@ test: $(STAMPS)/dev $(STAMPS)/demo
 
 test-vllm: $(VLLM)/stamps/engine
 	@PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -p no:cacheprovider --override-ini filterwarnings=default \
-		$(VLLM_TESTS) $(ARGS)
+		$(VLLM_TESTS) $(LMCACHE_TESTS) $(ARGS)
 
 test-sglang: $(SGLANG)/stamps/engine
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(SGLANG_TESTS)/stand_ins $(SGLANG)/bin/python -m pytest -p no:cacheprovider \

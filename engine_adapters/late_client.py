@@ -32,6 +32,7 @@ class LateClients:
         self._connection = connection
         self._clients: list[Client] | None = None
         self._closed = threading.Event()
+        self._handing_over = threading.Lock()
         try:
             self._clients = self._connect()
         except Unavailable as fault:
@@ -46,7 +47,8 @@ class LateClients:
 
     def close(self) -> None:
         """Stop trying. Idempotent."""
-        self._closed.set()
+        with self._handing_over:
+            self._closed.set()
 
     def _connect(self) -> list[Client]:
         clients: list[Client] = []
@@ -62,11 +64,17 @@ class LateClients:
     def _keep_trying(self) -> None:
         while not self._closed.wait(RETRY_S):
             try:
-                self._clients = self._connect()
+                clients = self._connect()
             except Unavailable:
                 continue
             except kvstore.KvStoreError as refusal:
                 _log.error("the store can't be used: %s", refusal)
                 return
-            _log.info("the store is there now")
+            with self._handing_over:
+                if not self._closed.is_set():
+                    self._clients = clients
+                    _log.info("the store is there now")
+                    return
+            for client in clients:  # nobody will take them any more
+                client.close()
             return

@@ -11,15 +11,13 @@ from kvstore.testing.cluster import ServerProcess
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-# Read when vLLM is imported, here and in every process that these tests start: no hub, no usage reports, little memory,
-# no core that spins while an engine has nothing to do.
+# Read when vLLM is imported, here and in every process that these tests start: no hub, no usage reports, little memory.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
     VLLM_HOST_IP="127.0.0.1",
     VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_SLEEP_WHEN_IDLE="1",
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
