@@ -39,16 +39,24 @@ class LateClients:
             _log.warning("no store yet, going on without: %s", fault)
             threading.Thread(target=self._keep_trying, name="kvstore-connect", daemon=True).start()
 
-    def take(self) -> list[Client] | None:
-        """The clients, once the store was reached. From then on they reconnect by themselves, and are the caller's to
-        close.
-        """
+    @property
+    def clients(self) -> list[Client] | None:
+        """The clients, once the store was reached and until `close`. They reconnect by themselves."""
         return self._clients
 
+    @property
+    def first(self) -> Client | None:
+        """That of the first namespace, likewise."""
+        clients = self._clients
+        return clients[0] if clients else None
+
     def close(self) -> None:
-        """Stop trying. Idempotent."""
+        """End all sessions, or the waiting for some. Idempotent."""
         with self._handing_over:
             self._closed.set()
+            clients, self._clients = self._clients, None
+        for client in clients or ():
+            client.close()
 
     def _connect(self) -> list[Client]:
         clients: list[Client] = []

@@ -296,14 +296,12 @@ class KvStoreConnector(RemoteConnector):
 
     def _close(self) -> None:
         self._closed.set()
-        self._clients.close()
         for threads in (self._readers, self._writer):
             threads.shutdown(wait=True)
-        for client in self._clients.take() or ():
-            client.close()
+        self._clients.close()
 
     def _store(self) -> _Store | None:
-        clients = self._clients.take()
+        clients = self._clients.clients
         return None if clients is None else _Store(*clients)
 
     def _keys(self, client: Client, keys: Sequence[CacheEngineKey]) -> BlockKeys:

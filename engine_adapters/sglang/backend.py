@@ -135,7 +135,7 @@ class KvStoreHiCache(HiCacheStorage):
         settings = self._settings | {"weight_version": version, "updated_from": updated_from}
         store = PoolStore(self._options, self._config, pool, name=str(name), groups=groups, settings=settings)
         self._pools[name] = store
-        space = store.link.namespace
+        space = store.namespace
         log.info("pool %s: %d bytes a page, namespace %s", name, store.page_bytes, space.digest.hex())
 
     def _current(self) -> dict[str, PoolStore]:
@@ -264,7 +264,7 @@ class KvStoreHiCache(HiCacheStorage):
     @_or_miss(lambda *_, **__: False)
     def clear(self) -> bool:
         """Remove the blocks of this engine's namespaces, and so of all engines that share them; whether that worked."""
-        clients = [pool.link.client for pool in self._current().values()]
+        clients = [pool.link.first for pool in self._current().values()]
         removed = [client.flush() for client in clients if client is not None]
         return len(removed) == len(clients)
 

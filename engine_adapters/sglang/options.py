@@ -55,6 +55,16 @@ class Options:
         if not isinstance(self.checksums, bool):
             raise UsageError(f"checksums={self.checksums!r}: allowed is true or false")
 
+    @property
+    def connection(self) -> dict[str, Any]:
+        """Arguments of `kvstore.connect`, but for the namespace."""
+        return {
+            "address": self.address if isinstance(self.address, str) else list(self.address),
+            "timeout_s": self.timeout_s,
+            "transport": self.transport,
+            "checksums": self.checksums,
+        }
+
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any] | None) -> Options:
         """The options in the engine's extra config, which holds the engine's own keys too."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine_adapters.sglang.link import StoreLink
+from engine_adapters.late_client import LateClients
 from engine_adapters.sglang.naming import HeadGroups, namespace_of, page_keys
 from engine_adapters.sglang.options import Options
 from engine_adapters.sglang.pages import page_starts, pages_of
@@ -47,7 +47,8 @@ class PoolStore:
         self._groups = groups
         self._pages = pages_of(pool, groups.count)
         namespace = namespace_of(options, config, pool, self._pages, name=name, groups=groups, settings=settings)
-        self.link = StoreLink(namespace, options)
+        self.link = LateClients([namespace], options.connection)
+        self.namespace = namespace
 
     @property
     def page_bytes(self) -> int:
@@ -56,7 +57,7 @@ class PoolStore:
 
     def exists(self, hashes: Sequence[str]) -> Mask:
         """Which pages are complete in the store, shape (n,)."""
-        client = self.link.client
+        client = self.link.first
         if client is None or not hashes:
             return np.zeros(len(hashes), np.bool_)
         found = client.lookup(self._keys(client, hashes)).states == BlockState.COMMITTED
@@ -64,21 +65,21 @@ class PoolStore:
 
     def get(self, hashes: Sequence[str], host_indices: torch.Tensor) -> Mask:
         """Read pages into the pool's slots; which of them are complete there, shape (n,)."""
-        client, rows = self.link.client, self._rows(hashes, host_indices)
+        client, rows = self.link.first, self._rows(hashes, host_indices)
         if client is None or rows is None or not hashes:
             return np.zeros(len(hashes), np.bool_)
         return self._by_page(self._pages.fetch(client, self._keys(client, hashes), rows))
 
     def set(self, hashes: Sequence[str], host_indices: torch.Tensor) -> Mask:
         """Write pages from the pool's slots; which are in the store now, or on their way there, shape (n,)."""
-        client, rows = self.link.client, self._rows(hashes, host_indices)
+        client, rows = self.link.first, self._rows(hashes, host_indices)
         if client is None or rows is None or not hashes:
             return np.zeros(len(hashes), np.bool_)
         return self._by_page(_kept(self._pages.store(client, self._keys(client, hashes), rows)))
 
     def get_flat(self, hashes: Sequence[str], targets: Sequence[torch.Tensor]) -> Mask:
         """Read pages into flat tensors of the engine's; which of them are complete, shape (n,)."""
-        client = self.link.client
+        client = self.link.first
         if client is None or not hashes or not all(self._fits(target) for target in targets):
             return np.zeros(len(hashes), np.bool_)
         blocks = np.empty((len(hashes) * self._groups.count, self.page_bytes // self._groups.count), np.uint8)
@@ -90,14 +91,14 @@ class PoolStore:
 
     def set_flat(self, hashes: Sequence[str], values: Sequence[torch.Tensor]) -> Mask:
         """Write flat pages; as `set`."""
-        client = self.link.client
+        client = self.link.first
         if client is None or not hashes or not all(self._fits(value) for value in values):
             return np.zeros(len(hashes), np.bool_)
         pages = np.stack([value.contiguous().view(torch.uint8).reshape(-1).numpy() for value in values])
         return self._by_page(_kept(client.put(self._keys(client, hashes), self._as_blocks(pages)).statuses))
 
     def _keys(self, client: Client, hashes: Sequence[str]) -> BlockKeys:
-        return page_keys(self.link.namespace, hashes, self._groups, client.scheme)
+        return page_keys(self.namespace, hashes, self._groups, client.scheme)
 
     def _rows(self, hashes: Sequence[str], host_indices: torch.Tensor) -> I64 | None:
         """Of all head groups of each page, page after page."""

@@ -162,10 +162,10 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _mover(self) -> Moving | None:
         """What moves blocks, once the store has been reached."""
         if self._moving is None and self._clients is not None and self._geometry is not None:
-            clients = self._clients.take()
-            if clients is not None:
+            client = self._clients.first
+            if client is not None:
                 part = self._introduction.namespace["pipeline"][0]  # pyright: ignore - there are clients, so there is one
-                self._moving = Moving(clients[0], self._geometry, part)
+                self._moving = Moving(client, self._geometry, part)
         return self._moving
 
     # --- scheduler ---------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _scheduler(self) -> Scheduling | None:
         """What decides, once the store has been reached."""
         if self._scheduling is None and self._clients is not None:
-            clients = self._clients.take()
+            clients = self._clients.clients
             if clients is not None:
                 events = self._vllm_config.kv_events_config
                 self._scheduling = Scheduling(

@@ -47,11 +47,6 @@ class Parts:
             for client, previous in zip(self.clients, before, strict=True)
         )
 
-    def close(self) -> None:
-        """End all sessions."""
-        for client in self.clients:
-            client.close()
-
 
 @dataclass(slots=True)
 class Match:

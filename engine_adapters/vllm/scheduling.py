@@ -322,6 +322,5 @@ class Scheduling:
         return removed
 
     def close(self) -> None:
-        """End the lookups and all sessions."""
+        """End the lookups. The clients are whoever's they were."""
         self._lookups.close()
-        self._parts.close()

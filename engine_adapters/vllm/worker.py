@@ -145,11 +145,10 @@ class Moving:
         return report
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything but the client."""
         if self._load is not None:
             self._end_load(self._load)
         self._drop_save()
-        self.client.close()
 
     def _begin(self, plan: StepPlan) -> None:
         if self._plan is plan:
