@@ -40,7 +40,7 @@ test: $(STAMPS)/dev $(STAMPS)/demo
 
 test-vllm: $(VLLM)/stamps/engine
 	@PYTHONPATH=$(CURDIR) $(VLLM)/bin/python -m pytest -p no:cacheprovider --override-ini filterwarnings=default \
-		$(VLLM_TESTS) $(LMCACHE_TESTS) $(ARGS)
+		-n 2 --dist loadfile $(VLLM_TESTS) $(LMCACHE_TESTS) $(ARGS)
 
 test-sglang: $(SGLANG)/stamps/engine
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/$(SGLANG_TESTS)/stand_ins $(SGLANG)/bin/python -m pytest -p no:cacheprovider \

@@ -21,12 +21,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from kvbench.engine_modes import STORES, Bench, Mode, Store
 from kvbench.engine_process import START_TIMEOUT_S, EngineProcess, wait_quiet
-from kvbench.engine_rows import Answer, EngineResult, EngineRow, Taken, engine_ratios, engine_rows, first_token_ms
+from kvbench.engine_rows import (
+    Answer,
+    EngineResult,
+    EngineRow,
+    LookupCost,
+    Taken,
+    engine_ratios,
+    engine_rows,
+    first_token_ms,
+)
 from kvbench.errors import BenchError
 from kvbench.memory import require_available
 from kvstore.core.errors import UsageError
+from kvstore.testing.cluster import ServerProcess
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEFAULT_DTYPES: Final = ("float32", "bfloat16")
@@ -39,6 +51,8 @@ PROMPT_TOKENS_MIN, PROMPT_TOKENS_MAX = 200, 8000
 ROUNDS_MAX: Final = 20
 
 NEW_TOKENS: Final = 8
+LOOKUP_TOKENS: Final = 4096
+LOOKUPS: Final = 1000
 _CONTEXT_TOKENS: Final = 8192
 _WARM_UP_TOKENS: Final = (400, 130)
 _ENGINE_KV_GIB: Final = 3
@@ -115,10 +129,24 @@ def run_engine(plan: EnginePlan, *, note: Note, step: Note) -> EngineResult:
             raise UsageError(
                 f"--python {plan.python}: its environment has no vLLM; allowed: one as `make test-vllm` builds it in .venv-vllm"
             )
+        lookup = _lookup_cost(plan, folder, note) if Mode.KVSTORE in plan.modes else None
         rows: list[EngineRow] = []
         for dtype in plan.dtypes:
             rows += _Measurement(plan, prepared, dtype, folder, note, step).rows()
-    return EngineResult(rows, [ratio for dtype in plan.dtypes for ratio in engine_ratios(dtype, rows)], versions)
+    ratios = [ratio for dtype in plan.dtypes for ratio in engine_ratios(dtype, rows)]
+    return EngineResult(rows, ratios, versions, lookup)
+
+
+def _lookup_cost(plan: EnginePlan, folder: Path, note: Note) -> LookupCost:
+    note("lookups beside no engine")
+    with (
+        ServerProcess(dram="64MiB") as server,
+        EngineProcess(plan.python, _environment(_ENGINE_KV_GIB), folder / "lookup.log") as worker,
+    ):
+        told = worker.ask("lookup", address=server.address, tokens=LOOKUP_TOKENS, count=LOOKUPS)
+    took_ms = np.array(told["seconds"]) * 1e3
+    p50_ms, p99_ms = np.percentile(took_ms, [50, 99]).tolist()
+    return LookupCost(LOOKUP_TOKENS, LOOKUPS, p50_ms, p99_ms)
 
 
 class _Measurement:

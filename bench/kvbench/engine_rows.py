@@ -92,12 +92,23 @@ class EngineRatio:
 
 
 @dataclass(frozen=True, slots=True)
+class LookupCost:
+    """What our connector's lookups cost the scheduler's loop."""
+
+    prompt_tokens: int
+    count: int
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineResult:
     """All rows, the ratios that can be told from them, and the versions of the engine's environment."""
 
     rows: list[EngineRow]
     ratios: list[EngineRatio]
     versions: dict[str, str]
+    lookup: LookupCost | None = None
 
     @property
     def checked(self) -> bool:

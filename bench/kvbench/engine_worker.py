@@ -2,7 +2,7 @@
 
 It needs nothing of kvbench. It reads commands from stdin and answers on stdout, one JSON object a line, until stdin
 ends: {"do": NAME, ...arguments} is answered by {"reply": {...}} or {"error": "one line"}. All else that is printed goes
-to stderr. Order: `prepare` alone, or `start` and then `generate` as often as wanted.
+to stderr. Order: `prepare` and `lookup` alone, or `start` and then `generate` as often as wanted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ _PACKAGES: Final = (
     "mooncake-transfer-engine-non-cuda",
 )
 _MAX_SEQS: Final = 4
+_LOOKUP_BLOCK_TOKENS: Final = 16  # as on a GPU: eight times the blocks that a CPU has
 _MEMORY_SHARE: Final = 0.25  # on a CPU vLLM takes its default, 0.92, of the machine's memory, and wants it to be free
 
 
@@ -57,6 +59,46 @@ class Engine:
             "versions": {name: version for name in _PACKAGES if (version := _version(name))},
             "prompts": list(cut(tokens, prompt_tokens, seed)),
         }
+
+    def lookup(self, address: str, tokens: int, count: int) -> dict[str, Any]:
+        """What a lookup costs the scheduler's loop, with our connector: seconds of each of `count` requests whose
+        prompt, of so many tokens, is in the store. No engine runs.
+        """
+        adapter = importlib.import_module("engine_adapters.vllm.scheduling")
+        parts = importlib.import_module("engine_adapters.vllm.matching").Parts
+        options = importlib.import_module("engine_adapters.vllm.options").Options
+        kvstore = importlib.import_module("kvstore")
+        request = importlib.import_module("vllm.v1.request").Request
+        sampling = importlib.import_module("vllm").SamplingParams(max_tokens=1)
+        namespace = kvstore.Namespace(
+            model="lookups",
+            revision="1",
+            dtype="float32",
+            block_tokens=_LOOKUP_BLOCK_TOKENS,
+            layout=kvstore.CanonicalLayout(2, 1, 32, key_order="dim"),
+        )
+        prompt = list(range(1000, 1000 + tokens))
+        with kvstore.connect(address, namespace=namespace) as client:
+            keys = client.keys(prompt)
+            client.put(keys, bytearray(len(keys) * namespace.block_bytes))
+            scheduling = adapter.Scheduling(parts((client,)), options(), reads=True, writes=True, events=False)
+            seconds: list[float] = []
+            for number in range(count):
+                asking = request(f"lookup-{number}", [*prompt, 1], sampling, None)
+                began_s = time.perf_counter()
+                scheduling.arrive(asking)
+                took_s = time.perf_counter() - began_s
+                matched = None
+                while matched is None:  # each turn of it is one step of the engine, which does other things meanwhile
+                    began_s = time.perf_counter()
+                    matched = scheduling.matched_tokens(asking, 0)
+                    took_s += time.perf_counter() - began_s
+                scheduling.finish(asking)
+                if matched != len(keys) * _LOOKUP_BLOCK_TOKENS:
+                    raise ValueError(f"{matched} tokens of {tokens} were found")
+                seconds.append(took_s)
+            scheduling.close()
+        return {"seconds": seconds}
 
     def start(
         self, model: str, dtype: str, context_tokens: int, batch_tokens: int, connector: dict[str, Any] | None

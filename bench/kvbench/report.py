@@ -136,12 +136,14 @@ def engine_json(result: EngineResult, arguments: Mapping[str, object], *, seed: 
             "hit": "median time to the first token of full hits, over another mode's",
             "pair": "each hit over the next one in the same engine's own prefix cache, of the same prompt: the median",
             "saving": "median time to the first token of the engine that saves, over that of one without a connector",
+            "lookup": "milliseconds of the scheduler's loop for a prompt that is all there, in blocks of 16 tokens",
             "in_process_ms": "a hit in the same engine's own prefix cache, right after each hit",
             "checked": f"float32: the cold run's tokens and, within {LOGPROB_DIFF_MAX}, its log-probabilities; other "
             "dtypes: the tokens of a hit in an engine's own prefix cache",
         },
         "rows": [asdict(row) for row in result.rows],
         "ratios": [asdict(ratio) for ratio in result.ratios],
+        "lookup": None if result.lookup is None else asdict(result.lookup),
     }
 
 
@@ -248,6 +250,12 @@ def print_engine(result: EngineResult) -> None:
     head = ("dtype", "what", "mode", "over", "ratio", "at most", "reached")
     if result.ratios:
         print_table(head, [_ratio_cells(ratio) for ratio in result.ratios])
+    if result.lookup is not None:
+        cost = result.lookup
+        print(
+            f"a lookup of {cost.prompt_tokens:,} tokens costs the scheduler {cost.p50_ms:.2f} ms (p50), "
+            f"{cost.p99_ms:.2f} ms (p99)"
+        )
     for row in result.rows:
         if row.reason is not None:
             print(f"{row.dtype} {row.mode}: {row.reason}")

@@ -21,7 +21,7 @@ from engine_adapters.vllm.matching import Lookups, Match, Parts, extra_of
 from engine_adapters.vllm.options import Options
 from engine_adapters.vllm.sight import Tally
 from engine_adapters.vllm.step import Batch, StepPlan, StepReport
-from kvstore import BlockKeys
+from kvstore import BlockKeys, KvStoreError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -160,16 +160,16 @@ class Scheduling:
         return True
 
     def _match(self, request: Request) -> Match:
-        tokens = np.fromiter(request.all_token_ids, np.int32, request.num_tokens)
+        tokens = np.fromiter(request.all_token_ids[:], np.int32, request.num_tokens)  # a slice is a list: half the time
         return Match(tokens, lambda: extra_of(request, self._block_tokens))
 
     def allocated(self, request: Request, external_tokens: int) -> None:
         """The engine has room for them: the next step loads so many tokens after those that it has."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or external_tokens <= 0:
+        if tracked is None:
             return
         first = tracked.matched_from // self._block_tokens
-        tracked.load = (first, first + external_tokens // self._block_tokens)
+        tracked.load = (first, first + external_tokens // self._block_tokens) if external_tokens > 0 else None
 
     # --- planning a step ---------------------------------------------------------------------------------------------
 
@@ -223,8 +223,12 @@ class Scheduling:
         first = tracked.next_save
         if end <= first or not tracked.match.done.is_set():
             return None
-        self._extend_keys(tracked, end)
         tracked.next_save = end
+        try:
+            self._extend_keys(tracked, end)
+        except KvStoreError as fault:
+            _log.warning("blocks of request %s can't be named, and are not saved: %s", request.request_id, fault)
+            return None
         known = np.zeros(end - first, dtype=np.bool_)
         committed = tracked.match.committed[first:end]
         known[: len(committed)] = committed

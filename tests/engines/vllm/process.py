@@ -74,6 +74,7 @@ class VllmEngine:
             "max_num_seqs": 8,
             "enforce_eager": True,
             "gpu_memory_utilization": 0.1,
+            "num_gpu_blocks_override": 1024,  # the connector makes them all present: 64 MiB of the tiny model's
             "disable_log_stats": False,
             "skip_tokenizer_init": True,
             **options,
