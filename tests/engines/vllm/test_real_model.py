@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -41,7 +42,7 @@ def engines(server: ServerProcess, model: Path) -> Iterator[list[VllmEngine]]:
     """Without a store, the one that saves, the one that loads."""
     kv = connector(server.address)
     with ExitStack() as stack:
-        options = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 128}
+        options: dict[str, Any] = {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 128}
         yield [stack.enter_context(closing(VllmEngine(model, each, **options))) for each in (None, kv, kv)]
 
 
