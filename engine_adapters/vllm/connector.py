@@ -88,6 +88,8 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._introduction.namespace is None:
             _log.warning("the store is not used: %s", self._introduction.why_not)
             return
+        assert self._geometry is not None
+        self._geometry.memory.make_present()
         self._clients = LateClients([Namespace.from_description(self._introduction.namespace)], self._connection)
 
     def _introduce(self, kv_caches: dict[str, Tensor]) -> Introduction:
@@ -164,8 +166,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         if self._moving is None and self._clients is not None and self._geometry is not None:
             client = self._clients.first
             if client is not None:
-                part = self._introduction.namespace["pipeline"][0]  # pyright: ignore - there are clients, so there is one
-                self._moving = Moving(client, self._geometry, part)
+                self._moving = Moving(client, self._geometry, client.namespace.pipeline[0])
         return self._moving
 
     # --- scheduler ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvstore import CanonicalLayout, OpaqueLayout
 from kvstore.core.namespace import ITEM_BYTES
+from kvstore.transport.memory import prefault
 
 __all__ = ["Geometry", "KvViews", "Order", "Ranks", "Unsupported", "find_order", "measure", "probes_of"]
 
@@ -125,6 +126,12 @@ class BlockMemory:
     def device(self) -> torch.device:
         """Where they are."""
         return self.caches[0].device
+
+    def make_present(self) -> None:
+        """Have every page of host memory there, or the first load into each would pay for it, ten times what it copies."""
+        if self.device.type == "cpu":
+            for buffer in self.buffers:
+                prefault(buffer.numpy())
 
 
 @dataclass(frozen=True, slots=True)

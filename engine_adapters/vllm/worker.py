@@ -21,7 +21,6 @@ from engine_adapters.vllm.geometry import Geometry
 from engine_adapters.vllm.sight import Tally
 from engine_adapters.vllm.step import Batch, StepPlan, StepReport
 from kvstore import BlockKeys, Client, KvStoreError, LayerStream, PublishStream, PutStatus
-from kvstore.transport.memory import prefault
 
 __all__ = ["Moving"]
 
@@ -74,9 +73,6 @@ class Moving:
 
     def __post_init__(self) -> None:
         self._layers = {name: number for number, name in enumerate(self.geometry.memory.layer_names)}
-        if self.geometry.memory.device.type == "cpu":
-            for buffer in self.geometry.memory.buffers:
-                prefault(buffer.numpy())  # or the first load into each page would pay for it, ten times what it copies
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch says once that it could write to what it only reads here
             torch.from_numpy(np.frombuffer(bytes(8), np.uint8))

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
+from engine_adapters.vllm.connector import KvStoreConnector
 from engine_adapters.vllm.identity import adapter_digest, identify
 from engine_adapters.vllm.matching import extra_of
 from engine_adapters.vllm.options import Options
 from kvstore import ConfigError
+
+
+def test_the_connector_answers_every_abstract_call_with_the_parameters_of_vllms_own_class() -> None:
+    assert not inspect.isabstract(KvStoreConnector)
+    for name, ours in vars(KvStoreConnector).items():
+        theirs = getattr(KVConnectorBase_V1, name, getattr(SupportsHMA, name, None))
+        if theirs is not None and callable(theirs) and not name.startswith("__"):
+            told = ours.__func__ if isinstance(ours, classmethod) else ours
+            expected = theirs.__func__ if inspect.ismethod(theirs) else theirs
+            assert list(inspect.signature(told).parameters) == list(inspect.signature(expected).parameters), name
 
 
 @pytest.mark.parametrize(
