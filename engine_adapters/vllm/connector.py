@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KvStoreConnector"]
 
-_log = logging.getLogger("vllm.kvstore")  # below vLLM's own, whose handler prints it
+log = logging.getLogger("vllm.kvstore")  # below vLLM's own, whose handler prints it
 
 
 class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -86,7 +86,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Find out how the KV lies in memory, and connect."""
         self._introduction = self._introduce(kv_caches)
         if self._introduction.namespace is None:
-            _log.warning("the store is not used: %s", self._introduction.why_not)
+            log.warning("the store is not used: %s", self._introduction.why_not)
             return
         assert self._geometry is not None
         self._geometry.memory.make_present()
@@ -119,6 +119,9 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
         except (Unsupported, KvStoreError) as reason:
             return Introduction(None, str(reason))
+        except Exception as fault:  # a model or backend that nobody has thought of must start all the same
+            log.exception("looking at the KV cache met a bug; the engine runs without the store")
+            return Introduction(None, f"{type(fault).__name__}: {fault}".splitlines()[0])
         return Introduction(namespace.describe())
 
     def get_handshake_metadata(self) -> Introduction | None:
@@ -176,14 +179,14 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         introductions = [metadata[place] for place in sorted(metadata)]
         reasons = [told.why_not for told in introductions if told.namespace is None]
         if reasons:
-            _log.warning("the store is not used: %s", reasons[0])
+            log.warning("the store is not used: %s", reasons[0])
             return
         parts: dict[int, Namespace] = {}
         for (pipeline_rank, tp_rank), told in sorted(metadata.items()):
             namespace = Namespace.from_description(told.namespace)
             ours = parts.setdefault(pipeline_rank, namespace)
             if ours != namespace and namespace.layout.describe()["kind"] == "canonical":
-                _log.warning("the store is not used: rank %d's blocks are laid out unlike the others'", tp_rank)
+                log.warning("the store is not used: rank %d's blocks are laid out unlike the others'", tp_rank)
                 return
         self._clients = LateClients([parts[rank] for rank in sorted(parts)], self._connection)
 
@@ -240,7 +243,7 @@ class KvStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Remove this engine's blocks from the store, everybody's: the weights have changed, or are about to."""
         if self._scheduling is None:
             return False
-        _log.info("removed %d blocks from the store", self._scheduling.forget())
+        log.info("removed %d blocks from the store", self._scheduling.forget())
         return True
 
     def _scheduler(self) -> Scheduling | None:

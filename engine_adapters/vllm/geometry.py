@@ -128,7 +128,7 @@ class BlockMemory:
         return self.caches[0].device
 
     def make_present(self) -> None:
-        """Have every page of host memory there, or the first load into each would pay for it, ten times what it copies."""
+        """Have every page of host memory there: the first load into each would pay ten times what it copies."""
         if self.device.type == "cpu":
             for buffer in self.buffers:
                 prefault(buffer.numpy())
