@@ -21,7 +21,7 @@ __all__ = ["Identity", "adapter_digest", "identify", "weights_digest"]
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SLOW_S = 5.0
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 Identity = tuple[str, str]  # model, revision
 

@@ -27,7 +27,7 @@ __all__ = ["Lookups", "Match", "Parts", "extra_of"]
 PATIENCE_S = 0.0008
 Mask = NDArray[np.bool_]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvstore")
 
 
 class Parts:

@@ -31,7 +31,7 @@ __all__ = ["Planned", "Scheduling"]
 
 STEPS_KEPT = 64  # plans whose reports may still come
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ __all__ = ["Moving"]
 PREFILL_TOKENS = 32  # a step with fewer says nothing about how fast the engine computes a prompt
 LEASE_S = 30.0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("vllm.kvstore")
 
 
 @dataclass(slots=True)
