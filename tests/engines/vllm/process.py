@@ -62,8 +62,8 @@ class VllmEngine:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+            cwd=ROOT,  # from where `-m` finds this package, and ours
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
         settings = {
