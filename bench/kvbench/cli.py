@@ -6,9 +6,10 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from kvbench import disk, engine, index, layers, overlap, replay, report, restart, scale, transfer
 from kvbench.engine_modes import PEERS, Mode
@@ -225,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_transfer(options: argparse.Namespace) -> int:
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     plan = TransferPlan(
         cases=_cases(options),
         seconds=options.seconds,
@@ -238,15 +239,12 @@ def _run_transfer(options: argparse.Namespace) -> int:
         rows = transfer.run_transfer(plan, note=shown.note, step=shown.step)
     report.print_transfer(rows)
     value = report.transfer_json(rows, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_transfer(plot_path, rows)
+    outputs.write(value, lambda path: plot_transfer(path, rows))
     return _verdict(options, checked=value["checked"])
 
 
 def _run_index(options: argparse.Namespace) -> int:
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     plan = index.IndexPlan(
         keys=options.keys,
         batches=options.batch,
@@ -257,17 +255,14 @@ def _run_index(options: argparse.Namespace) -> int:
         result = index.run_index(plan, note=shown.note, step=shown.step)
     report.print_index(result)
     value = report.index_json(result, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_index(plot_path, result)
+    outputs.write(value, lambda path: plot_index(path, result))
     return _verdict(options, checked=value["checked"])
 
 
 def _run_disk(options: argparse.Namespace) -> int:
     if options.restart_blocks is not None:
         return _run_restart(options)
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     plan = disk.DiskPlan(
         sizes=options.sizes,
         footprint_bytes=options.footprint,
@@ -279,15 +274,12 @@ def _run_disk(options: argparse.Namespace) -> int:
         rows = disk.run_disk(plan, note=shown.note, step=shown.step)
     report.print_disk(rows)
     value = report.disk_json(rows, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_disk(plot_path, rows)
+    outputs.write(value, lambda path: plot_disk(path, rows))
     return _verdict(options, checked=value["checked"])
 
 
 def _run_scale(options: argparse.Namespace) -> int:
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     if len(options.blocks) != 2:
         raise UsageError(f"--blocks: {len(options.blocks)} numbers; allowed: two, a small one and a large one")
     plan = scale.ScalePlan(
@@ -301,29 +293,25 @@ def _run_scale(options: argparse.Namespace) -> int:
         result = scale.run_scale(plan, note=shown.note, step=shown.step)
     report.print_scale(result)
     value = report.scale_json(result, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_scale(plot_path, result)
+    outputs.write(value, lambda path: plot_scale(path, result))
     return _verdict(options, checked=value["checked"])
 
 
 def _run_restart(options: argparse.Namespace) -> int:
     if options.plot is not None:
         raise UsageError("--plot: a restart is one row, not a plot; allowed without --restart-blocks")
-    json_path, _ = _outputs(options)
+    outputs = _outputs(options)
     with progress(1) as shown:
         row = restart.run_restart(options.restart_blocks, options.dir, seed=options.seed, note=shown.note)
         shown.step(restart.restart_summary(row))
     print(restart.restart_summary(row))
     value = report.restart_json(row, _arguments(options), seed=options.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
+    outputs.write(value)
     return _verdict(options, checked=value["checked"])
 
 
 def _run_replay(options: argparse.Namespace) -> int:
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     trace = read_trace(options.trace, requests_max=options.limit_requests)
     plan = replay.ReplayPlan(
         capacities=replay.capacities_of(trace, options.capacity_blocks or (), options.capacity_fraction or ()),
@@ -337,15 +325,12 @@ def _run_replay(options: argparse.Namespace) -> int:
         rows = replay.run_replay(trace, plan, note=shown.note, step=shown.step, part=shown.part)
     report.print_replay(rows)
     value = report.replay_json(rows, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_replay(plot_path, rows)
+    outputs.write(value, lambda path: plot_replay(path, rows))
     return _verdict(options, checked=value["checked"])
 
 
 def _run_layers(options: argparse.Namespace) -> int:
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     plan = LayersPlan(
         computes=options.compute,
         transports=options.transport,
@@ -361,10 +346,7 @@ def _run_layers(options: argparse.Namespace) -> int:
         result = layers.run_layers(plan, note=shown.note, step=shown.step)
     report.print_layers(result)
     value = report.layers_json(result, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_layers(plot_path, result)
+    outputs.write(value, lambda path: plot_layers(path, result))
     return _verdict(options, checked=value["checked"])
 
 
@@ -381,7 +363,7 @@ def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
 
 
 def _run_engine(options: argparse.Namespace) -> int:
-    json_path, plot_path = _outputs(options)
+    outputs = _outputs(options)
     plan = engine.EnginePlan(
         python=options.python,
         modes=options.modes,
@@ -397,26 +379,37 @@ def _run_engine(options: argparse.Namespace) -> int:
         result = engine.run_engine(plan, note=shown.note, step=shown.step)
     report.print_engine(result)
     value = report.engine_json(result, _arguments(options), seed=plan.seed)
-    if json_path is not None:
-        report.write_json(json_path, value)
-    if plot_path is not None:
-        plot_engine(plot_path, result)
+    outputs.write(value, lambda path: plot_engine(path, result))
     missing = [row.mode for row in result.rows if row.reason is not None and row.mode not in PEERS]
     if missing:
         return _complain(options, f"no figure for {', '.join(dict.fromkeys(missing))}", _EXIT_WRONG)
     return _verdict(options, checked=value["checked"])
 
 
-def _outputs(options: argparse.Namespace) -> tuple[Path | None, Path | None]:
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """Where a result goes."""
+
+    json_path: Path | None
+    plot_path: Path | None
+
+    def write(self, value: dict[str, Any], draw: Callable[[Path], None] | None = None) -> None:
+        """Write and draw what was asked for."""
+        if self.json_path is not None:
+            report.write_json(self.json_path, value)
+        if self.plot_path is not None and draw is not None:
+            draw(self.plot_path)
+
+
+def _outputs(options: argparse.Namespace) -> _Outputs:
     """The paths to write, known to be writable."""
-    json_path: Path | None = options.json
-    plot_path: Path | None = options.plot
-    if json_path is not None:
-        report.require_writable("--json", json_path)
-    if plot_path is not None:
-        require_plot(plot_path)
-        report.require_writable("--plot", plot_path)
-    return json_path, plot_path
+    outputs = _Outputs(options.json, options.plot)
+    if outputs.json_path is not None:
+        report.require_writable("--json", outputs.json_path)
+    if outputs.plot_path is not None:
+        require_plot(outputs.plot_path)
+        report.require_writable("--plot", outputs.plot_path)
+    return outputs
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, object]:

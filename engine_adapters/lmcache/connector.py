@@ -275,7 +275,7 @@ class KvStoreConnector(RemoteConnector):
                 str(chunk.get_memory_format().name),
                 self._chunks.tokens,
             )
-        except (AssertionError, AttributeError, NotImplementedError):  # bytes without shape or dtype
+        except (AssertionError, AttributeError, NotImplementedError):  # how LMCache's memory says that it has no shape
             return None
         tokens = self._chunks.tokens_in(other)
         return tokens if tokens is not None and chunk.get_size() == tokens * self._chunks.token_bytes else None
@@ -283,10 +283,11 @@ class KvStoreConnector(RemoteConnector):
     # --- the rest ----------------------------------------------------------------------------------------------------
 
     async def list(self) -> list[str]:
-        """Not possible.
+        """LMCache's class demands it, for a page about its file storage. Any list would be wrong: an empty one says
+        that nothing is stored.
 
         Raises:
-            NotImplementedError: LMCache's keys can't be told from the store's.
+            NotImplementedError: always: LMCache's keys can't be told from the store's.
         """
         raise NotImplementedError("the store's keys are digests: they don't tell LMCache's")
 

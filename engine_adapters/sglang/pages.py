@@ -219,8 +219,13 @@ def _parts(pool: Any, head_groups: int) -> tuple[U8, ...] | None:
         return None
     try:
         first, second, last = (_pointers(pool, page, head_groups) for page in (0, 1, count - 1))
-    except (ValueError, NotImplementedError, AttributeError, AssertionError):
-        return None  # how pools say that a layout of theirs has no pointers
+    except (
+        ValueError,
+        NotImplementedError,
+        AttributeError,
+        AssertionError,
+    ):  # how pools say that they have no pointers
+        return None
     if first is None or second is None or last is None:
         return None
     (bases, sizes), (nexts, _), (lasts, _) = first, second, last
@@ -258,7 +263,7 @@ def _memory(address: int, rows: int, size: int) -> U8:
 def _hybrid_buffers(pool: Any) -> object:
     try:
         return pool.get_hybrid_pool_buffer()
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError):  # a pool that is no hybrid one has no such call, or refuses it
         return None
 
 

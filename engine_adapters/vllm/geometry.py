@@ -276,7 +276,7 @@ def find_order(cache: Tensor, spec: AttentionSpec, probes: Sequence[Probe], laye
         scratch.zero_()
         try:
             probe(keys, values, scratch)
-        except (TypeError, AttributeError, NotImplementedError, RuntimeError):  # a backend that is called otherwise
+        except (TypeError, AttributeError, NotImplementedError, RuntimeError):  # called otherwise, or not able: opaque
             return None
         found.add(next((order for order in ORDERS if _fits(order, scratch, keys, values)), None))
     return found.pop() if len(found) == 1 else None

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
-import signal
-import socket
-import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +15,7 @@ import pytest
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.waiting import until
 from tests.docs.pages import fences, page
+from tests.engines.serving import asked, served
 from tests.engines.sglang.engines import ENVIRONMENT, ROOT, STAND_INS, START_S, Answer, Judge
 from tests.engines.sglang.models import prompt, save_tiny
 from tests.engines.sglang.worker import ARGUMENTS
@@ -44,31 +39,10 @@ def command(model: Path, address: str, port: int) -> list[str]:
     return [sys.executable, "-W", "ignore", *words]
 
 
-@contextlib.contextmanager
-def launched(model: Path, address: str) -> Iterator[str]:
+def launched(model: Path, address: str) -> AbstractContextManager[str]:
     """The engine behind HTTP; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        command(model, address, port),
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{STAND_INS}"} | ENVIRONMENT,
-        start_new_session=True,
-    )
-
-    def is_up() -> bool:
-        assert process.poll() is None, f"the engine ended with code {process.returncode}"
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            return urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200
-        return False
-
-    try:
-        until(is_up, START_S, "the engine")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # its own session: the engine's processes, all of them ours
-        process.wait()
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{STAND_INS}"} | ENVIRONMENT
+    return served(lambda port: command(model, address, port), environment, START_S)
 
 
 def ask(url: str, tokens: list[int], new_tokens: int) -> Answer:
@@ -77,9 +51,7 @@ def ask(url: str, tokens: list[int], new_tokens: int) -> Answer:
         "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
         "return_logprob": True,
     }
-    request = urllib.request.Request(url + "/generate", json.dumps(told).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        meta: dict[str, Any] = json.loads(reply.read())["meta_info"]
+    meta: dict[str, Any] = asked(url + "/generate", told)["meta_info"]
     chosen = meta["output_token_logprobs"]
     return Answer(
         tokens=tuple(token for _, token, _ in chosen),

@@ -1,4 +1,4 @@
-"""Models for the tests: a tiny one of random weights, and SmolLM2 in the form that vLLM loads."""
+"""A tiny model of random weights for the tests."""
 
 from pathlib import Path
 
@@ -25,17 +25,4 @@ def save_tiny(folder: Path, *, seed: int = 5, config: LlamaConfig = TINY) -> Pat
     """Save the tiny model, float32."""
     torch.manual_seed(seed)
     LlamaForCausalLM(config).eval().save_pretrained(folder)
-    return folder
-
-
-def save_smollm2(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct from its package, as a folder that vLLM loads. Takes half a minute."""
-    from engine_adapters.transformers.model import load_smollm2  # imports much
-
-    loaded = load_smollm2(lambda _: None)
-    config = LlamaConfig(**{n: v for n, v in loaded.model.config.to_dict().items() if n != "quantization_config"})
-    model = LlamaForCausalLM(config).bfloat16()
-    model.load_state_dict(loaded.model.state_dict())
-    model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
     return folder

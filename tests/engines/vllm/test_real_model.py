@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from engine_adapters.transformers.model import convert_smollm2
 from kvstore.testing.cluster import ServerProcess
 from kvstore.testing.engines import Generated
-from tests.engines.vllm.models import save_smollm2
 from tests.engines.vllm.process import ROOT, VllmEngine, connector
 from tests.engines.vllm.truth import same
 
@@ -24,8 +24,8 @@ BLOCK_TOKENS = 64
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_smollm2(tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct")
+def model() -> Path:
+    return convert_smollm2().folder
 
 
 @pytest.fixture(scope="module")
