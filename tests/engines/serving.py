@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvstore.testing.waiting import until
@@ -21,9 +23,7 @@ ANSWER_S = 120.0
 @contextlib.contextmanager
 def served(command: Callable[[int], list[str]], environment: Mapping[str, str], start_s: float) -> Iterator[str]:
     """The server that `command(port)` starts, once it is healthy; its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(command(port), env=os.environ | environment, start_new_session=True)
 
     def is_up() -> bool:
@@ -39,6 +39,16 @@ def served(command: Callable[[int], list[str]], environment: Mapping[str, str], 
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its own session: the engine's processes, all of them ours
         process.wait()
+
+
+def free_port() -> int:
+    """One that nobody listens on, and that no outgoing connection is given while the engine starts."""
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(10_000, low)
+        with socket.socket() as tried, contextlib.suppress(OSError):  # taken: try another one
+            tried.bind(("127.0.0.1", port))
+            return port
 
 
 def asked(url: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
